@@ -1,0 +1,1 @@
+"""The node daemon: loads a shard, listens, announces, serves sessions."""

@@ -1,0 +1,1 @@
+"""HTTP for the tools people already have: the OpenAI-compatible API."""

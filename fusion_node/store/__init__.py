@@ -1,0 +1,1 @@
+"""The model store: models on this disk, and where they come from."""
