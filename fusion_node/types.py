@@ -53,7 +53,8 @@ class LayerRange:
         """Raises InvalidLayers when the range reaches beyond a model of ``num_layers`` layers."""
         if self.stop > num_layers:
             raise InvalidLayers(
-                f"layers {self} lies outside the model, which has {num_layers} layers: use a range within 0:{num_layers}"
+                f"layers {self} lies outside the model, which has {num_layers} layers: "
+                f"use a range within 0:{num_layers}"
             )
 
     def __len__(self) -> int:

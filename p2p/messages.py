@@ -1,0 +1,273 @@
+"""The messages of the data plane: what one node says to another inside a sealed link.
+
+Each is the header of a frame (fusion_node.wire); Step and StepResult are followed by a tensor as payload. The page
+``docs/protocol-data-plane.md`` describes them for other implementations.
+
+A session is one FIFO log that every stage applies in order. An entry (Step) first names new nodes of the session's
+token tree with their parents, then may advance the root: the node and its ancestors become committed, and every node
+that is neither its ancestor nor its descendant is dead and frees its KV. Applying an entry twice changes nothing. Plain
+decode is the same log with a chain of one node per entry. Node 0 is the empty prefix, so a node's position is the
+number of its ancestors less one, and no position travels.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, TypeAlias
+
+import msgspec
+
+from fusion_node.wire import (
+    MAX_HEADER_BYTES,
+    MAX_PAYLOAD_BYTES,
+    WireError,
+    encode_header,
+    split_frame,
+)
+
+MAX_NODES_PER_STEP = 4096
+DTYPE_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
+"""Canonical tensor encodings: IEEE 754 little-endian, row-major, no padding."""
+
+SessionBytes: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+U32: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+NodeIds: TypeAlias = Annotated[tuple[U32, ...], msgspec.Meta(max_length=MAX_NODES_PER_STEP)]
+Reason: TypeAlias = Annotated[str, msgspec.Meta(max_length=512)]
+Code: TypeAlias = Annotated[str, msgspec.Meta(max_length=32)]
+
+
+class TensorMeta(msgspec.Struct, frozen=True, array_like=True):
+    """Shape and encoding of the payload: ``[num_rows, row_size]``."""
+
+    dtype: Annotated[str, msgspec.Meta(max_length=8)]
+    num_rows: Annotated[int, msgspec.Meta(ge=0, le=MAX_NODES_PER_STEP)]
+    row_size: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+
+    @property
+    def num_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype] * self.num_rows * self.row_size
+
+
+class StageTiming(msgspec.Struct, frozen=True, array_like=True):
+    """What one stage spent on a step, by its own clock: a hint for people and planners, not evidence."""
+
+    queue_us: U32
+    compute_us: U32
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Base of all messages; the tag is the class name, the first element of the array."""
+
+
+class Ping(Message, frozen=True, array_like=True, tag="ping"):
+    """Asks for a Pong with the same number: a round trip and a sign of life."""
+
+    number: U32
+
+
+class Pong(Message, frozen=True, array_like=True, tag="pong"):
+    """Answers a Ping."""
+
+    number: U32
+
+
+class StatusRequest(Message, frozen=True, array_like=True, tag="status?"):
+    """Asks a node for its present record and counters."""
+
+    request: U32
+
+
+class StatusReply(Message, frozen=True, array_like=True, tag="status"):
+    """A node's own signed record, and counters that are information, not evidence."""
+
+    request: U32
+    record: Annotated[bytes, msgspec.Meta(max_length=16 * 1024)]
+    counters: Annotated[dict[Annotated[str, msgspec.Meta(max_length=64)], float], msgspec.Meta(max_length=128)]
+
+
+class OpenSession(Message, frozen=True, array_like=True, tag="open"):
+    """User to every stage: reserve KV for this plan. ``stage`` is the receiver's place in it."""
+
+    session: SessionBytes
+    epoch: U32
+    stage: Annotated[int, msgspec.Meta(ge=0, le=127)]
+    plan: Annotated[bytes, msgspec.Meta(max_length=48 * 1024)]
+
+
+class SessionOpened(Message, frozen=True, array_like=True, tag="opened"):
+    """Stage to user: reserved, and connected to the next stage. The lease is renewed by every step."""
+
+    session: SessionBytes
+    epoch: U32
+    stage: Annotated[int, msgspec.Meta(ge=0, le=127)]
+    lease_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
+
+
+class SessionRefused(Message, frozen=True, array_like=True, tag="refused"):
+    """Stage to user: not reserved, and why."""
+
+    session: SessionBytes
+    epoch: U32
+    stage: Annotated[int, msgspec.Meta(ge=0, le=127)]
+    code: Code
+    reason: Reason
+
+
+class Step(Message, frozen=True, array_like=True, tag="step"):
+    """User to stage 1, and each stage to the next: one entry of the session's log with the rows to compute.
+
+    ``sequence`` counts from 0 within the epoch. The new nodes are ``first_node … first_node + num_rows - 1``.
+    ``parents`` is empty for a chain that hangs on ``parent``, else it has one entry per node. ``advance`` 0 means: no
+    advance. ``want`` lists the nodes whose rows the last stage returns to the user.
+    """
+
+    session: SessionBytes
+    epoch: U32
+    sequence: U32
+    first_node: U32
+    parent: U32
+    parents: NodeIds
+    advance: U32
+    want: NodeIds
+    tensor: TensorMeta
+    timings: Annotated[tuple[StageTiming, ...], msgspec.Meta(max_length=128)]
+
+
+class StepResult(Message, frozen=True, array_like=True, tag="result"):
+    """Last stage to user: hidden rows of the wanted nodes, before the final norm."""
+
+    session: SessionBytes
+    epoch: U32
+    sequence: U32
+    nodes: NodeIds
+    tensor: TensorMeta
+    timings: Annotated[tuple[StageTiming, ...], msgspec.Meta(max_length=128)]
+
+
+class SessionFailed(Message, frozen=True, array_like=True, tag="failed"):
+    """Stage to user: this session is over on this stage. ``culprit`` is a peer id when another peer is the cause."""
+
+    session: SessionBytes
+    epoch: U32
+    stage: Annotated[int, msgspec.Meta(ge=0, le=127)]
+    code: Code
+    reason: Reason
+    culprit: Annotated[str, msgspec.Meta(max_length=64)]
+
+
+class CloseSession(Message, frozen=True, array_like=True, tag="close"):
+    """User to every stage: free the session's KV."""
+
+    session: SessionBytes
+    epoch: U32
+
+
+class SessionClosed(Message, frozen=True, array_like=True, tag="closed"):
+    """Stage to user: freed."""
+
+    session: SessionBytes
+    epoch: U32
+
+
+class Goodbye(Message, frozen=True, array_like=True, tag="bye"):
+    """The sender closes the link on purpose, after this message."""
+
+    reason: Reason
+
+
+AnyMessage: TypeAlias = (
+    Ping
+    | Pong
+    | StatusRequest
+    | StatusReply
+    | OpenSession
+    | SessionOpened
+    | SessionRefused
+    | Step
+    | StepResult
+    | SessionFailed
+    | CloseSession
+    | SessionClosed
+    | Goodbye
+)
+
+_DECODER = msgspec.msgpack.Decoder(AnyMessage)
+
+
+def encode_message(message: AnyMessage) -> bytes:
+    """The frame up to the payload; the payload follows as it is."""
+    return encode_header(message)
+
+
+def decode_message(frame: bytes | bytearray | memoryview) -> tuple[AnyMessage, memoryview]:
+    """Reads one frame. The payload is a view into ``frame``, not a copy.
+
+    Raises:
+        WireError: for anything malformed, oversized or inconsistent between header and payload.
+    """
+    header, payload = split_frame(frame)
+    try:
+        message: AnyMessage = _DECODER.decode(header)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        raise WireError(f"not a valid message: {type(error).__name__}") from error
+    match message:
+        case Step() | StepResult():
+            _check_tensor(message, payload)
+        case StatusReply() if not all(math.isfinite(value) for value in message.counters.values()):
+            raise WireError("a counter is not finite")
+        case _:
+            if len(payload):
+                raise WireError("a payload where none belongs")
+    return message, payload
+
+
+def _check_tensor(message: Step | StepResult, payload: memoryview) -> None:
+    tensor = message.tensor
+    if tensor.dtype not in DTYPE_BYTES:
+        raise WireError("unknown tensor encoding")
+    if tensor.num_bytes != len(payload):
+        raise WireError(f"payload has {len(payload)} bytes where the header announces {tensor.num_bytes}")
+    match message:
+        case Step():
+            if tensor.num_rows == 0:
+                raise WireError("a step without rows")
+            if message.parents and len(message.parents) != tensor.num_rows:
+                raise WireError("a tree needs one parent per node")
+            last = message.first_node + tensor.num_rows - 1
+            if message.first_node == 0 or last > 2**32 - 1:
+                raise WireError("node ids out of range")
+            if not message.parents and message.parent >= message.first_node:
+                raise WireError("a node hangs on itself or on a later node")
+            if any(p >= message.first_node + i for i, p in enumerate(message.parents)):
+                raise WireError("a node hangs on itself or on a later node")
+            if any(not message.first_node <= node <= last for node in message.want):
+                raise WireError("a wanted row is not in the step")
+        case StepResult():
+            if len(message.nodes) != tensor.num_rows:
+                raise WireError("a result needs one row per node")
+
+
+__all__ = [
+    "DTYPE_BYTES",
+    "MAX_HEADER_BYTES",
+    "MAX_NODES_PER_STEP",
+    "MAX_PAYLOAD_BYTES",
+    "AnyMessage",
+    "CloseSession",
+    "Goodbye",
+    "OpenSession",
+    "Ping",
+    "Pong",
+    "SessionClosed",
+    "SessionFailed",
+    "SessionOpened",
+    "SessionRefused",
+    "StageTiming",
+    "StatusReply",
+    "StatusRequest",
+    "Step",
+    "StepResult",
+    "TensorMeta",
+    "decode_message",
+    "encode_message",
+]
