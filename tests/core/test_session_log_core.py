@@ -1,0 +1,113 @@
+"""The session log against a plain model of a token tree: every row must see exactly its ancestors."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusion_node.engine.session_log_core import Duplicate, KVMove, SessionLog, StepFault, StepRows
+
+
+def chain(log: SessionLog, sequence: int, first: int, rows: int, parent: int, advance: int = 0) -> StepRows:
+    step = log.apply(sequence, first_node=first, num_rows=rows, parent=parent, advance=advance)
+    assert isinstance(step, StepRows)
+    log.check_integrity()
+    return step
+
+
+def test_prefill_then_decode_is_a_chain_without_moves() -> None:
+    log = SessionLog(max_positions=16)
+    step = chain(log, 0, 1, 5, 0, advance=5)
+    assert (step.positions, step.first_slot, step.is_chain, step.move) == ((0, 1, 2, 3, 4), 0, True, None)
+    assert log.num_committed == 5
+    step = chain(log, 1, 6, 1, 5, advance=6)
+    assert (step.positions, step.first_slot, step.num_committed) == ((5,), 5, 5)
+
+
+def test_apply_twice_changes_nothing() -> None:
+    log = SessionLog(max_positions=16)
+    chain(log, 0, 1, 3, 0)
+    assert log.apply(0, first_node=1, num_rows=3, parent=0) == Duplicate()
+    assert log.num_slots == 3
+
+
+def test_faults_leave_the_log_as_it_was() -> None:
+    log = SessionLog(max_positions=4)
+    chain(log, 0, 1, 2, 0, advance=1)
+    assert log.apply(2, first_node=9, num_rows=1, parent=2) is StepFault.GAP
+    assert log.apply(1, first_node=2, num_rows=1, parent=1) is StepFault.STALE_NODE
+    assert log.apply(1, first_node=9, num_rows=1, parent=7) is StepFault.UNKNOWN_PARENT
+    assert log.apply(1, first_node=9, num_rows=1, parent=2, advance=8) is StepFault.UNKNOWN_ADVANCE
+    assert log.apply(1, first_node=9, num_rows=1, parent=2, advance=10) is StepFault.UNKNOWN_ADVANCE
+    assert log.apply(1, first_node=9, num_rows=3, parent=2) is StepFault.OVERFLOW
+    assert chain(log, 1, 9, 2, 2).positions == (2, 3)
+
+
+def test_advance_to_one_branch_moves_its_kv_and_frees_the_other() -> None:
+    log = SessionLog(max_positions=16)
+    chain(log, 0, 1, 2, 0, advance=2)
+    step = log.apply(1, first_node=3, num_rows=4, parent=2, parents=(2, 2, 3, 4))
+    assert isinstance(step, StepRows)
+    assert step.positions == (2, 2, 3, 3)
+    assert step.visible == (0b0001, 0b0010, 0b0101, 0b1010)
+    step = chain(log, 2, 7, 1, 6, advance=6)
+    assert step.move == KVMove(first_slot=2, sources=(3, 5))
+    assert (step.first_slot, step.positions, log.num_committed) == (4, (4,), 4)
+
+
+def test_rows_on_dead_branches_are_not_computed() -> None:
+    log = SessionLog(max_positions=16)
+    chain(log, 0, 1, 1, 0, advance=1)
+    log.apply(1, first_node=2, num_rows=2, parent=1, parents=(1, 1))
+    step = log.apply(2, first_node=4, num_rows=3, parent=0, parents=(2, 3, 4), advance=2)
+    assert isinstance(step, StepRows)
+    assert step.live_rows == (0, 2)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_random_logs_show_every_row_exactly_its_ancestors(data: st.DataObject) -> None:
+    log = SessionLog(max_positions=400)
+    parent_of: dict[int, int] = {}
+    root, next_node = 0, 1
+    slots: dict[int, int] = {}  # slot -> node whose KV stands there
+
+    def ancestors(node: int) -> list[int]:
+        path = []
+        while node:
+            path.append(node)
+            node = parent_of[node]
+        return path[::-1]
+
+    for sequence in range(data.draw(st.integers(1, 12))):
+        alive = [n for n in parent_of if root in (*ancestors(n), 0)] if root else list(parent_of)
+        rows = data.draw(st.integers(1, 5))
+        parents = []
+        for i in range(rows):
+            options = [n for n in alive if n != root] + [root] + list(range(next_node, next_node + i))
+            parents.append(data.draw(st.sampled_from(options)))
+            parent_of[next_node + i] = parents[-1]
+        alive += range(next_node, next_node + rows)
+        advance = data.draw(st.sampled_from([0, *[n for n in alive if n != root]]))
+        step = log.apply(
+            sequence, first_node=next_node, num_rows=rows, parent=parents[0], parents=tuple(parents), advance=advance
+        )
+        assert isinstance(step, StepRows)
+        log.check_integrity()
+        if advance:
+            root = advance
+        if step.move is not None:
+            moved = {step.move.first_slot + i: slots[s] for i, s in enumerate(step.move.sources)}
+            slots = {s: n for s, n in slots.items() if s < step.move.first_slot} | moved
+        for i, node in enumerate(step.nodes):
+            slots[step.first_slot + i] = node
+        slots = {s: n for s, n in slots.items() if s < log.num_slots}
+        for i, node in enumerate(step.nodes):
+            seen = list(range(step.num_committed))
+            if step.is_chain:
+                seen = list(range(step.first_slot + i + 1))
+            else:
+                seen += [step.num_committed + b for b in range(log.num_slots) if step.visible[i] >> b & 1]
+            assert [slots[s] for s in seen] == ancestors(node)
+            assert step.positions[i] == len(ancestors(node)) - 1
+        next_node += rows
