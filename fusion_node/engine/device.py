@@ -1,0 +1,52 @@
+"""Which device computes, how many threads, and how much memory is free. Measured, not configured."""
+
+from __future__ import annotations
+
+import platform
+
+import psutil
+import torch
+
+from fusion_node.errors import ConfigError
+
+
+def choose_device(name: str = "auto") -> torch.device:
+    """The device by name, or the best there is: CUDA, then Apple's MPS, then the CPU.
+
+    Raises:
+        ConfigError: the device asked for is not there.
+    """
+    if name == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"unknown device {name!r}: use auto, cpu, cuda, cuda:0 or mps") from error
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if not available.get(device.type, False):
+        raise ConfigError(f"device {name!r} is not available on this machine: use --device cpu or auto")
+    return device
+
+
+def describe_device(device: torch.device) -> str:
+    """A short name for people, for example ``NVIDIA L4`` or ``cpu x86_64``."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} {platform.machine()}"
+
+
+def free_memory_bytes(device: torch.device) -> int:
+    """Bytes that can still be allocated on the device; for the CPU, without pushing other programs to swap."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free
+    return int(psutil.virtual_memory().available)
+
+
+def set_threads(num_threads: int | None) -> int:
+    """Sets how many threads torch computes with; None leaves its choice. Returns the number in force."""
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    return torch.get_num_threads()
