@@ -13,6 +13,7 @@ never looks newer. Hence an expiry of at most MAX_RECORD_TTL_S and no dates in t
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Annotated, TypeAlias, TypeVar
@@ -147,7 +148,7 @@ def open_plan(envelope: bytes, *, now: UnixS) -> Plan | Refusal:
         return plan
     if any(not stage.start < stage.stop for stage in plan.stages):
         return Refusal.MALFORMED
-    if any(a.stop != b.start for a, b in zip(plan.stages, plan.stages[1:], strict=False)):
+    if any(a.stop != b.start for a, b in itertools.pairwise(plan.stages)):
         return Refusal.MALFORMED
     return _check_dates(plan.issued_at, plan.expires_at, now, MAX_PLAN_TTL_S) or plan
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,7 +45,7 @@ class Pipeline:
     def __init__(self, model: TinyModel, cuts: tuple[int, ...] = (0, 1, 5, 7)) -> None:
         self.model = model
         self.boundary = Boundary.load(model, numerics=FP32, device=CPU)
-        ranges = [LayerRange(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+        ranges = [LayerRange(a, b) for a, b in itertools.pairwise(cuts)]
         self.stages = [Stage.load(model, layers, numerics=FP32, device=CPU) for layers in ranges]
 
     def session(self, max_positions: int = 200) -> Sequence:

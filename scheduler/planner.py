@@ -1,0 +1,131 @@
+"""Chooses which nodes serve which layers: the route with the lowest expected seconds per decoded token.
+
+Cost of a route: for every stage its round trip to the user, a fixed cost per hop, and its layers times its seconds per
+layer. Round trips between nodes are not measured yet; half the sum of two nodes' round trips to the user bounds the leg
+between them by the triangle inequality, and with that bound the legs of a loop user → stages → user add up to exactly
+one round trip per stage. Few stages and near nodes win.
+
+A node may be entered and left at any layer that it holds. Since the cost of a stage is linear in its layers, an optimal
+route changes nodes only where some node's range starts or stops, so only those boundaries are searched (Dijkstra).
+A node appears at most once in a route; where that rule binds, the result may be slightly above the optimum.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fusion_node.errors import LocalProtocolError
+from fusion_node.types import LayerRange, PeerId
+
+HOP_COST_S = 0.002
+"""Seconds of framing and hand-over per stage on an idle machine; also breaks ties towards fewer stages."""
+
+MIN_SECONDS_PER_LAYER = 1e-6
+"""No claim of speed is believed below this: a claim of nothing must not attract everybody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A node as the planner sees it.
+
+    Attributes:
+        layers: what it holds.
+        round_trip_s: measured by the user.
+        seconds_per_layer: announced, for one decoded token.
+        kv_free_positions: announced room for a new session.
+    """
+
+    peer: PeerId
+    layers: LayerRange
+    round_trip_s: float
+    seconds_per_layer: float
+    kv_free_positions: int
+
+
+@dataclass(frozen=True, slots=True)
+class RouteStage:
+    """One stage of a route."""
+
+    peer: PeerId
+    layers: LayerRange
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Stages in order, covering every layer once, and the seconds that one decoded token is expected to take."""
+
+    stages: tuple[RouteStage, ...]
+    seconds_per_token: float
+
+
+@dataclass(frozen=True, slots=True)
+class Uncovered:
+    """No route: these layers are held by no node, or only by nodes without room.
+
+    Attributes:
+        layers: ranges that no usable node holds.
+        without_room: ranges among them that a node holds which lacks KV memory for the session.
+    """
+
+    layers: tuple[LayerRange, ...]
+    without_room: tuple[LayerRange, ...]
+
+
+def plan_route(candidates: Iterable[Candidate], *, num_layers: int, num_positions: int) -> Route | Uncovered:
+    """The cheapest route over ``[0, num_layers)`` for a session of ``num_positions`` KV positions."""
+    known = [c for c in candidates if c.layers.stop <= num_layers]
+    usable = [c for c in known if c.kv_free_positions >= num_positions]
+    missing = uncovered_layers([c.layers for c in usable], num_layers)
+    if missing:
+        held = uncovered_layers([c.layers for c in known], num_layers)
+        held_layers = {layer for r in held for layer in range(r.start, r.stop)}
+        full = [layer for r in missing for layer in range(r.start, r.stop) if layer not in held_layers]
+        return Uncovered(tuple(missing), tuple(_as_ranges(full)))
+    return _shortest(sorted(usable, key=lambda c: c.peer), num_layers)
+
+
+def uncovered_layers(ranges: Sequence[LayerRange], num_layers: int) -> list[LayerRange]:
+    """The parts of ``[0, num_layers)`` that none of the ranges covers."""
+    covered = {layer for r in ranges for layer in range(r.start, r.stop)}
+    return _as_ranges([layer for layer in range(num_layers) if layer not in covered])
+
+
+def _shortest(candidates: Sequence[Candidate], num_layers: int) -> Route:
+    boundaries = sorted({0, num_layers} | {b for c in candidates for b in (c.layers.start, c.layers.stop)})
+    queue: list[tuple[float, int, int, tuple[RouteStage, ...]]] = [(0.0, 0, 0, ())]
+    settled: set[int] = set()
+    counter = 0  # breaks ties in insertion order, so that the same input gives the same route
+    while queue:
+        cost_s, _, layer, stages = heapq.heappop(queue)
+        if layer == num_layers:
+            return Route(stages, cost_s)
+        if layer in settled:
+            continue
+        settled.add(layer)
+        used = {stage.peer for stage in stages}
+        for c in candidates:
+            if not c.layers.start <= layer < c.layers.stop or c.peer in used:
+                continue
+            for stop in boundaries:
+                if not layer < stop <= c.layers.stop:
+                    continue
+                part = LayerRange(layer, stop)
+                per_layer_s = max(c.seconds_per_layer, MIN_SECONDS_PER_LAYER)
+                step_s = HOP_COST_S + max(c.round_trip_s, 0.0) + len(part) * per_layer_s
+                counter += 1
+                heapq.heappush(queue, (cost_s + step_s, counter, stop, (*stages, RouteStage(c.peer, part))))
+    # Not reached: every layer is held by somebody, and whoever enters a route is also offered its whole range at once,
+    # so the rule of one appearance per node never cuts the last continuation off.
+    raise LocalProtocolError("the planner found no route although every layer is covered")
+
+
+def _as_ranges(layers: Sequence[int]) -> list[LayerRange]:
+    ranges: list[LayerRange] = []
+    for layer in layers:
+        if ranges and ranges[-1].stop == layer:
+            ranges[-1] = LayerRange(ranges[-1].start, layer + 1)
+        else:
+            ranges.append(LayerRange(layer, layer + 1))
+    return ranges
