@@ -1,12 +1,13 @@
 """The seam between protocol and network: all that the rest of the program knows of sockets.
 
 Two implementations, the WebSocket (p2p.websocket) and the in-memory twin (p2p.memory), pass the same conformance suite
-(p2p.conformance). A Link is sealed and mutually authenticated before anybody sees it.
+(p2p.conformance). A Link is sealed and mutually authenticated before anybody sees it. Both consist of a Channel, which
+carries opaque messages, and of p2p.sealed on top.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -22,6 +23,16 @@ class Frame:
     payload: memoryview
 
 
+@dataclass(slots=True)
+class LinkCounters:
+    """What one link has carried. Segments count as they come and go, frames when they are whole."""
+
+    frames_in: int = 0
+    frames_out: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+
 class Link(Protocol):
     """A sealed, ordered, two-way connection with a peer whose identity is proven."""
 
@@ -29,12 +40,39 @@ class Link(Protocol):
     def peer(self) -> PeerId: ...
 
     @property
+    def counters(self) -> LinkCounters: ...
+
+    @property
+    def queued_bytes(self) -> int:
+        """What has been posted and the transport has not yet taken."""
+        ...
+
+    @property
     def remote_address(self) -> str:
         """``host:port`` of the other end, for people; never evidence of anything."""
         ...
 
+    def post(self, message: AnyMessage, payload: bytes | bytearray | memoryview = b"") -> None:
+        """Seals one frame and writes it at once if the transport has room, else queues it. Never waits.
+
+        The payload may be changed as soon as this returns. The caller bounds the queue by looking at ``queued_bytes``.
+
+        Raises:
+            PeerClosed: the link is closed, by either side.
+            LocalProtocolError: the frame is larger than a receiver would accept.
+        """
+        ...
+
+    async def drain(self) -> None:
+        """Returns when the transport has taken all that was posted before.
+
+        Raises:
+            PeerClosed: the link is closed, by either side.
+        """
+        ...
+
     async def send(self, message: AnyMessage, payload: bytes | bytearray | memoryview = b"") -> None:
-        """Sends one frame; returns when the transport has taken it.
+        """``post`` and ``drain``. A frame whose sender is cancelled is sent whole or not at all.
 
         Raises:
             PeerClosed: the link is closed, by either side.
@@ -51,8 +89,44 @@ class Link(Protocol):
         """
         ...
 
+    def abort(self, why: str = ...) -> None:
+        """Cuts the link at once, dropping what is queued; whoever reads gets PeerClosed with ``why``."""
+        ...
+
     async def aclose(self) -> None:
         """Closes the link. Safe to call twice, and while another task sends or receives."""
+        ...
+
+
+class Channel(Protocol):
+    """Carries messages with their boundaries, in order, unsealed and unauthenticated: what a transport implements."""
+
+    @property
+    def remote_address(self) -> str: ...
+
+    def write(self, data: bytes) -> Awaitable[None] | None:
+        """Hands one message over, at once. An awaitable means: taken, but await this before the next one.
+
+        Raises:
+            PeerClosed: the channel is closed.
+        """
+        ...
+
+    async def read(self) -> bytes:
+        """The next message. One caller at a time; may be cancelled without loss.
+
+        Raises:
+            PeerClosed: the channel is closed.
+            RemoteProtocolError: something other than a message of the agreed size came.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Cuts the channel at once; whoever reads gets PeerClosed soon."""
+        ...
+
+    async def aclose(self) -> None:
+        """Closes in an orderly way within about a second, and releases what the channel holds."""
         ...
 
 
@@ -75,6 +149,11 @@ OnLink: TypeAlias = Callable[[Link], Awaitable[None]]
 
 class Network(Protocol):
     """Dials and listens under one identity."""
+
+    @property
+    def refused(self) -> Mapping[str, int]:
+        """How many handshakes, connections and frames were not accepted, by reason."""
+        ...
 
     async def dial(self, address: str, *, expect: PeerId | None, timeout_s: float) -> Link:
         """Connects to ``host:port`` and proves both identities.

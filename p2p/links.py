@@ -1,0 +1,461 @@
+"""The links of one process: dialled once, shared by all sessions, watched, and closed for a reason.
+
+Everything above the network uses this. There is one link per pair of peers; when both dial at once there may be two,
+and each side then sends on one of them and keeps to it, so that what it sends stays in order. If a link is lost that
+may have carried frames, the peer's other links go with it: frames may be missing, and whoever depends on them must
+hear of it. ``on_closed`` says so, exactly once per connection with a peer.
+
+Sending never waits. Each link has a bounded queue, and a peer that lets it overflow does not read and is dropped: a
+relay that waited for its slowest neighbour would stall everybody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from fusion_node.errors import (
+    ConfigError,
+    FusionError,
+    LocalProtocolError,
+    PeerClosed,
+    PeerError,
+    PeerTimeout,
+    PeerUnreachable,
+    ProtocolVersionMismatch,
+    RemoteProtocolError,
+    ResourceExhausted,
+)
+from fusion_node.types import PeerId
+from fusion_node.wire import MAX_FRAME_BYTES
+from p2p.heartbeat_core import DEAD_AFTER_S, Heartbeat, Liveness
+from p2p.identity import short
+from p2p.messages import AnyMessage, Goodbye, Ping, Pong
+from p2p.seam import Frame, Link, LinkCounters, Listener, Network
+
+MAX_QUEUE_BYTES = 2 * MAX_FRAME_BYTES
+"""Per link, beside what the kernel buffers. Room for one largest frame behind another."""
+
+MAX_LINKS = 512
+"""Per pool. A node of a large swarm talks to tens of peers at a time; 512 idle links are 30 MB."""
+
+MAX_LINKS_PER_PEER = 4
+"""Two when both dial at once; the rest is for a peer that reconnects before its old link is known to be dead."""
+
+TICK_S = 0.5
+"""How often timers are looked at: an eighth of what separates suspicion from death, and no measurable load."""
+
+ABSENT_AFTER_S = 4 * TICK_S
+"""A tick that comes later than this was not delayed by the peer but by our own process."""
+
+GOODBYE_S = 1.0
+"""How long a closing pool lets its links write out what is queued."""
+
+CONNECT_TIMEOUT_S = 5.0
+
+OnFrame = Callable[[PeerId, AnyMessage, memoryview], None]
+OnClosed = Callable[[PeerId, FusionError], None]
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _PooledLink:
+    link: Link
+    heartbeat: Heartbeat
+    seen_bytes_in: int = 0
+    seen_bytes_out: int = 0
+    reader: asyncio.Task[None] | None = None
+    # Why the link ends, when we know better than the transport does.
+    reason: FusionError | None = None
+    pings: dict[int, asyncio.Future[float]] = field(default_factory=dict)
+    address: str | None = None
+
+
+class LinkPool:
+    """See the head of this file.
+
+    Args:
+        network: how to dial and to listen.
+        identity_peer: the peer id that ``network`` proves.
+        on_frame: called for every message but pings, pongs and goodbyes, in order per peer. It must not block. A
+            FusionError that it raises closes the link for that reason, any other exception as a bug of ours.
+        on_closed: called once when a peer is lost, and why; not after ``aclose``. Never called from within ``send``.
+        clock: monotonic seconds. A test that hands in its own calls ``tick`` itself.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        identity_peer: PeerId,
+        *,
+        on_frame: OnFrame,
+        on_closed: OnClosed,
+        clock: Callable[[], float] = time.monotonic,
+        max_links: int = MAX_LINKS,
+        max_queue_bytes: int = MAX_QUEUE_BYTES,
+    ) -> None:
+        self._network = network
+        self._identity_peer = identity_peer
+        self._on_frame = on_frame
+        self._on_closed = on_closed
+        self._clock = clock
+        self._max_links = max_links
+        self._max_queue_bytes = max_queue_bytes
+        self._links: dict[PeerId, list[_PooledLink]] = {}
+        self._num_links = 0
+        self._dials: dict[PeerId, asyncio.Task[None]] = {}
+        self._listeners: list[Listener] = []
+        self._past = LinkCounters()
+        self._refused: Counter[str] = Counter()
+        self._ticker: asyncio.Task[None] | None = None
+        self._last_tick = clock()
+        self._closed = False
+
+    async def listen(self, address: str) -> str:
+        """Accepts links on ``host:port`` and returns the address really bound. May be called several times.
+
+        Raises:
+            AddressInUse, ConfigError: as Network.listen.
+        """
+        self._check_open()
+        listener = await self._network.listen(address, self._accept)
+        self._listeners.append(listener)
+        return listener.address
+
+    async def connect(self, peer: PeerId, addresses: Sequence[str], *, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+        """Makes sure that there is a link with ``peer``; tries every address, one after the other.
+
+        Calls for one peer at the same time share one dial, that of the first.
+
+        Raises:
+            PeerUnreachable: nobody answers at any of the addresses.
+            ProtocolVersionMismatch: the peer speaks another version.
+            RemoteProtocolError: only others answer there.
+            ResourceExhausted: this process has as many links as it may have.
+        """
+        self._check_open()
+        if self.is_connected(peer):
+            return
+        dial = self._dials.get(peer)
+        if dial is None:
+            dial = asyncio.get_running_loop().create_task(self._dial_each(peer, tuple(addresses), timeout_s))
+            self._dials[peer] = dial
+            dial.add_done_callback(lambda done: self._dial_done(peer, done))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(dial)
+        except TimeoutError as error:
+            raise PeerUnreachable(peer, f"peer {short(peer)} did not answer within {timeout_s:g} s") from error
+
+    async def identify(self, address: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> PeerId:
+        """Connects to whoever listens on ``address``, keeps the link and returns the proven identity.
+
+        Raises: as ``connect``.
+        """
+        self._check_open()
+        for peer, entries in self._links.items():
+            if any(entry.address == address for entry in entries):
+                return peer
+        return (await self._dial(address, None, timeout_s)).peer
+
+    def is_connected(self, peer: PeerId) -> bool:
+        """Whether ``send`` would find a link."""
+        return peer in self._links
+
+    def connected(self) -> list[PeerId]:
+        """The peers with a link."""
+        return list(self._links)
+
+    def send(self, peer: PeerId, message: AnyMessage, payload: bytes | bytearray | memoryview = b"") -> None:
+        """Sends one frame, at once or as soon as those before it are written. Never waits.
+
+        The payload may be changed as soon as this returns. When the peer reads too slowly for what it is sent, the
+        link is closed and ``on_closed`` says PeerTimeout.
+
+        Raises:
+            PeerUnreachable: there is no link with this peer.
+            LocalProtocolError: the frame is larger than a receiver would accept.
+        """
+        entries = self._links.get(peer)
+        if entries is None:
+            raise PeerUnreachable(peer, f"there is no link with peer {short(peer)}")
+        self._post(entries[0], message, payload)
+
+    async def drain(self, peer: PeerId) -> None:
+        """Returns when what was sent to ``peer`` is written.
+
+        Raises:
+            PeerUnreachable: there is no link with this peer.
+            PeerClosed: the link closed before.
+        """
+        await self._entry(peer).link.drain()
+
+    async def round_trip(self, peer: PeerId) -> float:
+        """Measures the round trip now; seconds.
+
+        Raises:
+            PeerUnreachable: there is no link with this peer.
+            PeerClosed: the link closed meanwhile.
+            PeerTimeout: no answer within DEAD_AFTER_S.
+        """
+        entry = self._entry(peer)
+        ping = entry.heartbeat.ping(self._clock())
+        answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        entry.pings[ping.number] = answer
+        try:
+            self._post(entry, ping)
+            async with asyncio.timeout(DEAD_AFTER_S):
+                return await answer
+        except TimeoutError as error:
+            raise PeerTimeout(peer, f"peer {short(peer)} did not answer a ping in {DEAD_AFTER_S:g} s") from error
+        finally:
+            entry.pings.pop(ping.number, None)
+
+    def round_trip_s(self, peer: PeerId) -> float | None:
+        """The best recent estimate of the round trip in seconds; None before the first measurement."""
+        entries = self._links.get(peer)
+        return entries[0].heartbeat.best_s() if entries else None
+
+    def liveness(self, peer: PeerId) -> Liveness:
+        """What the peer's silence means; DEAD when there is no link."""
+        entries = self._links.get(peer)
+        if not entries:
+            return Liveness.DEAD
+        now = self._clock()
+        self._look(entries[0], now)
+        return entries[0].heartbeat.liveness(now)
+
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """Frames and bytes in both directions since the start, links now, and refusals as ``refused_REASON``."""
+        total = LinkCounters()
+        for counters in [self._past, *(e.link.counters for entries in self._links.values() for e in entries)]:
+            _add(total, counters)
+        refused = Counter(self._refused)
+        refused.update(self._network.refused)
+        return {
+            "frames_in": total.frames_in,
+            "frames_out": total.frames_out,
+            "bytes_in": total.bytes_in,
+            "bytes_out": total.bytes_out,
+            "links": self._num_links,
+            "peers": len(self._links),
+            **{f"refused_{reason}": count for reason, count in sorted(refused.items())},
+        }
+
+    async def close_peer(self, peer: PeerId, reason: str) -> None:
+        """Says goodbye to one peer and closes its links; ``on_closed`` follows with PeerClosed."""
+        for entry in list(self._links.get(peer, ())):
+            entry.reason = PeerClosed(peer, f"the link with peer {short(peer)} was closed here: {reason}")
+            await self._say_goodbye(entry, reason)
+            await entry.link.aclose()
+
+    async def aclose(self, reason: str = "") -> None:
+        """Says goodbye to everybody, lets the queues run dry for GOODBYE_S, and closes. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._ticker is not None:
+            self._ticker.cancel()
+        for dial in self._dials.values():
+            dial.cancel()
+        entries = [entry for entries in self._links.values() for entry in entries]
+        await asyncio.gather(*(self._say_goodbye(entry, reason) for entry in entries))
+        await asyncio.gather(*(entry.link.aclose() for entry in entries))
+        await asyncio.gather(*(listener.aclose() for listener in self._listeners))
+        await asyncio.gather(*(e.reader for e in entries if e.reader), return_exceptions=True)
+
+    def tick(self) -> None:
+        """Sends the pings that are due and closes the links of the dead. The pool calls this every TICK_S."""
+        now = self._clock()
+        absent_s = now - self._last_tick
+        self._last_tick = now
+        for entry in [entry for entries in self._links.values() for entry in entries]:
+            if absent_s > ABSENT_AFTER_S:
+                entry.heartbeat.handle_absence(absent_s, now)
+            self._look(entry, now)
+            ping = entry.heartbeat.handle_timer(now)
+            if entry.heartbeat.liveness(now) is Liveness.DEAD:
+                peer = entry.link.peer
+                self._fail(entry, PeerTimeout(peer, f"peer {short(peer)} was silent for {DEAD_AFTER_S:g} s"))
+            elif ping is not None:
+                with contextlib.suppress(PeerError):
+                    self._post(entry, ping)
+
+    # Links come and go.
+
+    async def _accept(self, link: Link) -> None:
+        if self._num_links >= self._max_links or len(self._links.get(link.peer, ())) >= MAX_LINKS_PER_PEER:
+            self._refused["too-many-links"] += 1
+            return
+        if not self._closed:
+            await self._run(self._add(link, None))
+
+    async def _dial(self, address: str, expect: PeerId | None, timeout_s: float) -> Link:
+        if self._num_links >= self._max_links:
+            raise ResourceExhausted(f"this process has {self._num_links} links, which is its limit")
+        link = await self._network.dial(address, expect=expect, timeout_s=timeout_s)
+        if self._closed:
+            await link.aclose()
+            self._check_open()
+        entry = self._add(link, address)
+        entry.reader = asyncio.get_running_loop().create_task(self._run(entry))
+        return link
+
+    async def _dial_each(self, peer: PeerId, addresses: tuple[str, ...], timeout_s: float) -> None:
+        failures: list[FusionError] = []
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        for tried, address in enumerate(addresses):
+            # An address that swallows everything must leave time for those behind it.
+            left_s = deadline - asyncio.get_running_loop().time()
+            try:
+                await self._dial(address, peer, max(left_s / (len(addresses) - tried), 0.05))
+                return
+            except PeerError as error:
+                failures.append(error)
+            if self.is_connected(peer):  # it has dialled us meanwhile
+                return
+        for kind in (ProtocolVersionMismatch, RemoteProtocolError):
+            for failure in failures:
+                if isinstance(failure, kind):
+                    raise failure
+        why = "; ".join(str(failure) for failure in failures) or "no address of it is known"
+        raise PeerUnreachable(peer, f"peer {short(peer)} cannot be reached: {why}")
+
+    def _dial_done(self, peer: PeerId, dial: asyncio.Task[None]) -> None:
+        self._dials.pop(peer, None)
+        if not dial.cancelled():
+            dial.exception()  # whoever waited has it; nobody may have
+
+    def _add(self, link: Link, address: str | None) -> _PooledLink:
+        now = self._clock()
+        entry = _PooledLink(link, Heartbeat(last_heard=now, last_sent=now), address=address)
+        self._links.setdefault(link.peer, []).append(entry)
+        self._num_links += 1
+        if self._ticker is None:
+            self._last_tick = now
+            self._ticker = asyncio.get_running_loop().create_task(self._tick_forever())
+        with contextlib.suppress(PeerError):
+            self._post(entry, entry.heartbeat.ping(now))  # the first round trip is known from the start
+        return entry
+
+    async def _run(self, entry: _PooledLink) -> None:
+        """Reads one link until it ends."""
+        link = entry.link
+        try:
+            while True:
+                self._dispatch(entry, await link.receive())
+        except FusionError as error:
+            reason = entry.reason or error
+        except Exception as error:  # noqa: BLE001 - the per-stream handler: a bug above costs one link, not the node
+            # Without the exception's text, which may quote what the peer sent.
+            _log.error("the handler of a frame failed", peer=link.peer, error=type(error).__name__)
+            reason = LocalProtocolError(f"the handler of a frame failed with {type(error).__name__}")
+        finally:
+            self._remove(entry)
+        try:
+            self._lost(entry, reason)
+        finally:
+            await link.aclose()
+
+    def _dispatch(self, entry: _PooledLink, frame: Frame) -> None:
+        message = frame.message
+        match message:
+            case Ping():
+                with contextlib.suppress(PeerError):
+                    self._post(entry, Pong(message.number))
+            case Pong():
+                round_trip_s = entry.heartbeat.pong(message.number, self._clock())
+                waiting = entry.pings.get(message.number)
+                if round_trip_s is not None and waiting is not None and not waiting.done():
+                    waiting.set_result(round_trip_s)
+            case Goodbye():
+                peer = entry.link.peer
+                raise PeerClosed(peer, f"peer {short(peer)} left: {message.reason or 'no reason given'}")
+            case _:
+                self._on_frame(entry.link.peer, message, frame.payload)
+
+    def _remove(self, entry: _PooledLink) -> None:
+        peer = entry.link.peer
+        entries = self._links.get(peer, [])
+        if entry in entries:
+            entries.remove(entry)
+            self._num_links -= 1
+            _add(self._past, entry.link.counters)
+        if not entries:
+            self._links.pop(peer, None)
+
+    def _lost(self, entry: _PooledLink, reason: FusionError) -> None:
+        peer = entry.link.peer
+        for answer in entry.pings.values():
+            if not answer.done():
+                answer.set_exception(PeerClosed(peer, str(reason)))
+        others = self._links.get(peer)
+        if others:
+            # Frames may have been lost with this link: the peer is gone as far as its sessions are concerned.
+            for other in others:
+                self._fail(other, reason)
+        elif not self._closed:
+            self._on_closed(peer, reason)
+
+    def _fail(self, entry: _PooledLink, reason: FusionError) -> None:
+        """Ends a link for a reason of ours; its reader does the rest."""
+        if entry.reason is None:
+            entry.reason = reason
+            entry.link.abort()
+
+    def _post(self, entry: _PooledLink, message: AnyMessage, payload: bytes | bytearray | memoryview = b"") -> None:
+        link = entry.link
+        try:
+            link.post(message, payload)
+        except PeerClosed as error:
+            raise PeerUnreachable(link.peer, str(entry.reason or error)) from error
+        if link.queued_bytes > self._max_queue_bytes:
+            self._fail(entry, PeerTimeout(link.peer, f"peer {short(link.peer)} does not read what it is sent"))
+
+    async def _say_goodbye(self, entry: _PooledLink, reason: str) -> None:
+        with contextlib.suppress(FusionError, TimeoutError):
+            entry.link.post(Goodbye(reason[:512]))
+            async with asyncio.timeout(GOODBYE_S):
+                await entry.link.drain()
+
+    # Time.
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.tick()
+
+    def _look(self, entry: _PooledLink, now: float) -> None:
+        """Tells the heartbeat what has moved since it was last told. Cheaper than a clock reading per frame."""
+        counters = entry.link.counters
+        if counters.bytes_in != entry.seen_bytes_in:
+            entry.seen_bytes_in = counters.bytes_in
+            entry.heartbeat.heard(now)
+        if counters.bytes_out != entry.seen_bytes_out:
+            entry.seen_bytes_out = counters.bytes_out
+            entry.heartbeat.sent(now)
+
+    def _entry(self, peer: PeerId) -> _PooledLink:
+        entries = self._links.get(peer)
+        if not entries:
+            raise PeerUnreachable(peer, f"there is no link with peer {short(peer)}")
+        return entries[0]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ConfigError("this pool of links is closed")
+
+
+def _add(total: LinkCounters, counters: LinkCounters) -> None:
+    total.frames_in += counters.frames_in
+    total.frames_out += counters.frames_out
+    total.bytes_in += counters.bytes_in
+    total.bytes_out += counters.bytes_out

@@ -1,0 +1,243 @@
+"""The in-memory twin of the WebSocket: the same sealed links, over queues instead of sockets.
+
+A MemoryWorld holds the hosts of one test or simulation. Every host gets a MemoryNetwork, listens on ``host:port`` and
+dials others. Bytes really are encrypted; nothing takes any time. Faults are put in from outside: ``cut`` ends
+connections, ``black_hole`` swallows what is sent without telling anybody, ``tamper`` rewrites messages on the way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+
+from fusion_node.errors import AddressInUse, ConfigError, FusionError, PeerClosed, PeerUnreachable, RemoteProtocolError
+from fusion_node.types import PeerId
+from p2p.identity import Identity
+from p2p.noise_core import MAX_SEGMENT_BYTES, LinkRefusal
+from p2p.records import PROTOCOL_VERSION
+from p2p.sealed import SealedLink, initiate, respond
+from p2p.seam import Link, Listener, OnLink
+
+HIGH_WATER_BYTES = 64 * 1024
+"""As much as an asyncio transport buffers before it asks the writer to wait."""
+
+HANDSHAKE_TIMEOUT_S = 10.0
+"""As in p2p.websocket."""
+
+FIRST_FREE_PORT = 40_000
+
+Tamper = Callable[[bytes], Iterable[bytes]]
+"""Gets one message and returns what arrives instead: none, one changed, or several."""
+
+
+@dataclass(slots=True)
+class MemoryWorld:
+    """All hosts, who listens where, and which paths are broken."""
+
+    listeners: dict[str, _MemoryListener] = field(default_factory=dict)
+    channels: set[_MemoryChannel] = field(default_factory=set)
+    black_holes: set[tuple[str, str]] = field(default_factory=set)
+    tampers: dict[tuple[str, str], Tamper] = field(default_factory=dict)
+    next_port: int = FIRST_FREE_PORT
+
+    def cut(self, host: str, other: str) -> None:
+        """Ends every connection between the two hosts, as when a process is killed: both ends learn of it."""
+        for channel in list(self.channels):
+            if {channel.host, channel.remote_host} == {host, other}:
+                channel.abort()
+
+    def black_hole(self, host: str, other: str) -> None:
+        """From now on nothing that either host sends reaches the other, and nobody is told."""
+        self.black_holes |= {(host, other), (other, host)}
+
+    def heal(self, host: str, other: str) -> None:
+        """Ends a black hole and a tamper. What was swallowed stays lost."""
+        for path in ((host, other), (other, host)):
+            self.black_holes.discard(path)
+            self.tampers.pop(path, None)
+
+    def tamper(self, sender: str, receiver: str, change: Tamper) -> None:
+        """From now on ``change`` decides what arrives of that which ``sender`` sends to ``receiver``."""
+        self.tampers[sender, receiver] = change
+
+
+class MemoryNetwork:
+    """One host of a MemoryWorld."""
+
+    def __init__(
+        self, world: MemoryWorld, identity: Identity, host: str = "localhost", *, version: int = PROTOCOL_VERSION
+    ) -> None:
+        self.refused: Counter[str] = Counter()
+        self._world = world
+        self._identity = identity
+        self._host = host
+        self._version = version
+
+    async def dial(self, address: str, *, expect: PeerId | None, timeout_s: float) -> Link:
+        """See Network.dial."""
+        listener = self._world.listeners.get(address)
+        remote_host = address.rpartition(":")[0]
+        here, there = _channel_pair(self._world, self._host, remote_host, address)
+        try:
+            async with asyncio.timeout(timeout_s):
+                if (self._host, remote_host) in self._world.black_holes:
+                    await asyncio.Event().wait()
+                if listener is None:
+                    raise PeerUnreachable(expect or address, f"nobody listens on {address}")
+                listener.accept(there)
+                return await initiate(here, self._identity, self.refused, expect=expect, version=self._version)
+        except TimeoutError as error:
+            here.abort()
+            raise PeerUnreachable(expect or address, f"{address} did not answer within {timeout_s:g} s") from error
+        except BaseException:
+            here.abort()
+            raise
+
+    async def listen(self, address: str, on_link: OnLink) -> Listener:
+        """See Network.listen."""
+        host, _, port = address.rpartition(":")
+        if not host or not port.isdigit():
+            raise ConfigError(f"{address!r} is not an address: write HOST:PORT")
+        if host != self._host:
+            raise ConfigError(f"{host!r} is not an address of this machine")
+        if port == "0":
+            port = str(self._world.next_port)
+            self._world.next_port += 1
+        bound = f"{host}:{port}"
+        if bound in self._world.listeners:
+            raise AddressInUse(f"another program listens on {bound}")
+        listener = _MemoryListener(self._world, bound, self._identity, self.refused, self._version, on_link)
+        self._world.listeners[bound] = listener
+        return listener
+
+
+class _MemoryListener:
+    def __init__(
+        self,
+        world: MemoryWorld,
+        address: str,
+        identity: Identity,
+        refused: Counter[str],
+        version: int,
+        on_link: OnLink,
+    ) -> None:
+        self._world = world
+        self._address = address
+        self._identity = identity
+        self._refused = refused
+        self._version = version
+        self._on_link = on_link
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._links: set[SealedLink] = set()
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    def accept(self, channel: _MemoryChannel) -> None:
+        task = asyncio.get_running_loop().create_task(self._serve(channel))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def aclose(self) -> None:
+        self._world.listeners.pop(self._address, None)
+        for link in list(self._links):
+            await link.aclose()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _serve(self, channel: _MemoryChannel) -> None:
+        try:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                link = await respond(channel, self._identity, self._refused, version=self._version)
+        except TimeoutError:
+            self._refused[str(LinkRefusal.HANDSHAKE_TIMEOUT)] += 1
+            return channel.abort()
+        except FusionError:
+            return await channel.aclose()
+        self._links.add(link)
+        try:
+            await self._on_link(link)
+        finally:
+            self._links.discard(link)
+            await link.aclose()
+
+
+class _MemoryChannel:
+    """One end of a connection. ``_inbox`` holds what has arrived; None in it is the end."""
+
+    def __init__(self, world: MemoryWorld, host: str, remote_host: str, remote_address: str) -> None:
+        self.host = host
+        self.remote_host = remote_host
+        self.remote_address = remote_address
+        self.other: _MemoryChannel = self
+        self._world = world
+        self._inbox: deque[bytes] = deque()
+        self._inbox_bytes = 0
+        self._closed = False
+        self._arrived = asyncio.Event()
+        self._room = asyncio.Event()
+        self._room.set()
+        world.channels.add(self)
+
+    def write(self, data: bytes) -> Awaitable[None] | None:
+        if self._closed:
+            raise PeerClosed(self.remote_address, f"the connection with {self.remote_address} is closed")
+        path = (self.host, self.remote_host)
+        if path in self._world.black_holes:
+            return None
+        change = self._world.tampers.get(path)
+        for message in (data,) if change is None else change(data):
+            self.other._deliver(message)
+        return None if self.other._room.is_set() else self._wait_for_room()
+
+    async def _wait_for_room(self) -> None:
+        await self.other._room.wait()
+
+    def _deliver(self, message: bytes) -> None:
+        self._inbox.append(bytes(message))
+        self._inbox_bytes += len(message)
+        if self._inbox_bytes > HIGH_WATER_BYTES:
+            self._room.clear()
+        self._arrived.set()
+
+    async def read(self) -> bytes:
+        while not self._inbox:
+            if self._closed:
+                raise PeerClosed(self.remote_address, f"{self.remote_address} closed the connection")
+            self._arrived.clear()
+            await self._arrived.wait()
+        message = self._inbox.popleft()
+        self._inbox_bytes -= len(message)
+        if self._inbox_bytes <= HIGH_WATER_BYTES:
+            self._room.set()
+        if len(message) > MAX_SEGMENT_BYTES:
+            raise RemoteProtocolError(self.remote_address, f"message of {len(message)} bytes")
+        return message
+
+    def abort(self) -> None:
+        self._inbox.clear()
+        self._end()
+        if (self.host, self.remote_host) not in self._world.black_holes:
+            self.other._end()
+
+    async def aclose(self) -> None:
+        self.abort()
+
+    def _end(self) -> None:
+        self._closed = True
+        self._arrived.set()
+        self._room.set()
+        self._world.channels.discard(self)
+
+
+def _channel_pair(
+    world: MemoryWorld, host: str, remote_host: str, address: str
+) -> tuple[_MemoryChannel, _MemoryChannel]:
+    here = _MemoryChannel(world, host, remote_host, address)
+    there = _MemoryChannel(world, remote_host, host, f"{host}:0")
+    here.other, there.other = there, here
+    return here, there

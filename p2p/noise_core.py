@@ -1,0 +1,327 @@
+"""Handshake and sealing of one data-plane link, without any I/O.
+
+Guarantees: after the handshake both sides know the other's Ed25519 peer identity, proven freshly; every frame arrives
+unchanged, in order and once, or the link is dead. Forward secrecy: the keys of a link live as long as the link.
+
+Assumes: messages keep their boundaries (a WebSocket does that). Nobody needs to be trusted on the path; whoever sits
+on it sees sizes and times, and can cut the link.
+
+Three handshake messages, then sealed segments (``docs/protocol-data-plane.md`` has the bytes):
+
+    initiator -> responder    preamble, Noise message 1
+    responder -> initiator    preamble, Noise message 2
+    initiator -> responder    Noise message 3
+
+The preamble names the protocol and its version in the clear and has the same form in every version, so that two
+programs of different age can tell each other so before any cryptography. It is also the Noise prologue: whoever
+changes it on the way makes the handshake fail. The Noise pattern is XX (Noise Protocol Framework rev. 34, §7.5) with
+25519, ChaChaPoly and SHA256; the payload of messages 2 and 3 is the Ed25519 public key and a signature over the
+sender's Noise static key, as in libp2p's noise specification.
+
+A sealed segment is a Noise transport message (§5.1: counter nonces, one key per direction, at most 65,535 bytes). A
+frame longer than one segment is split: short segments stay in the processor's cache, let the receiver decrypt while
+the sender still encrypts, bound what a stranger can make a receiver buffer, and count as signs of life one by one.
+
+Randomness: the static private key is handed in; the ephemeral key is drawn by the ``noiseprotocol`` package (from the
+operating system), except where a known-answer test hands one in. No timers; the shell bounds the handshake's duration.
+
+Ugly: ``noiseprotocol`` neither zeroes keys nor offers the transport keys by name, hence the access to ``.k``.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+from noise.connection import Keypair, NoiseConnection
+from noise.exceptions import NoiseHandshakeError, NoiseInvalidMessage, NoiseValueError
+
+from fusion_node.types import PeerId
+from fusion_node.wire import MAX_FRAME_BYTES
+from p2p.identity import Identity, is_signed_by, peer_id_of, public_key_of
+from p2p.records import PROTOCOL_VERSION
+
+NOISE_NAME = b"Noise_XX_25519_ChaChaPoly_SHA256"
+
+MAX_HANDSHAKE_BYTES = 1024
+"""The longest honest handshake message has 208 bytes; the rest is room for a longer payload in another version."""
+
+TAG_BYTES = 16
+MAX_SEGMENT_BYTES = 65_535
+"""The limit that the Noise specification sets for any message (§3)."""
+
+MAX_SEGMENT_PLAIN_BYTES = MAX_SEGMENT_BYTES - TAG_BYTES
+
+MAX_SEGMENTS = 2**48
+"""Per direction and link. A million segments a second would need nine years; far below the 2^64 of the nonce."""
+
+_MAGIC = b"fusion-node\x00"
+_PREAMBLE = struct.Struct("<12sI")
+_STATIC_KEY_DOMAIN = b"fusion-node/noise-static/1:"
+_PAYLOAD_BYTES = 32 + 64
+_LENGTH = struct.Struct("<I")
+_NONCE = struct.Struct("<4xQ")
+
+
+class LinkRefusal(enum.StrEnum):
+    """Why a handshake or a frame was not accepted. The shell counts each."""
+
+    WRONG_KEY = "wrong-key"
+    REPLAYED_OR_FORGED = "replayed-or-forged"
+    OVERSIZED = "oversized"
+    MALFORMED = "malformed"
+    WRONG_VERSION = "wrong-version"
+    HANDSHAKE_TIMEOUT = "handshake-timeout"
+
+
+class LinkRefused(ValueError):
+    """Something on this link was not acceptable; the link is dead. The message never repeats the bytes.
+
+    Attributes:
+        reason: what the shell counts.
+        their_version: the version that the other side speaks, when that is the reason.
+        reply: what to send before closing, so that the other side learns the reason too; may be empty.
+    """
+
+    def __init__(
+        self, reason: LinkRefusal, message: str, *, their_version: int | None = None, reply: bytes = b""
+    ) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.their_version = their_version
+        self.reply = reply
+
+
+@dataclass(frozen=True, slots=True)
+class LinkKeys:
+    """What a finished handshake leaves behind."""
+
+    peer: PeerId
+    sending_key: bytes = field(repr=False)
+    receiving_key: bytes = field(repr=False)
+
+
+class Handshake:
+    """One side of the handshake.
+
+    States: started, then finished (``keys`` is set) or failed (every call raises).
+
+    Args:
+        identity: who we are.
+        initiator: True for the side that dialled.
+        static_private: 32 random bytes, the Noise static key. A fresh one per link leaves nothing to correlate.
+        expect: the peer that must answer; only the initiator can know.
+        version: of the protocol; another than the default only in tests.
+        ephemeral_private: only in known-answer tests.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        *,
+        initiator: bool,
+        static_private: bytes,
+        expect: PeerId | None = None,
+        version: int = PROTOCOL_VERSION,
+        ephemeral_private: bytes | None = None,
+    ) -> None:
+        self.keys: LinkKeys | None = None
+        self._initiator = initiator
+        self._expect = expect
+        self._version = version
+        self._preamble = _PREAMBLE.pack(_MAGIC, version)
+        self._failure: LinkRefused | None = None
+        static_public = X25519PrivateKey.from_private_bytes(static_private).public_key().public_bytes_raw()
+        self._payload = _identity_payload(identity, static_public)
+        self._noise = NoiseConnection.from_name(NOISE_NAME)
+        self._noise.set_prologue(self._preamble)
+        self._noise.set_keypair_from_private_bytes(Keypair.STATIC, static_private)
+        if ephemeral_private is not None:
+            self._noise.set_keypair_from_private_bytes(Keypair.EPHEMERAL, ephemeral_private)
+        if initiator:
+            self._noise.set_as_initiator()
+        else:
+            self._noise.set_as_responder()
+        self._noise.start_handshake()
+        self._state = self._noise.noise_protocol.handshake_state
+        self._received = 0
+
+    def start(self) -> bytes:
+        """The initiator's first message."""
+        return self._preamble + bytes(self._noise.write_message())
+
+    def receive(self, message: bytes) -> bytes:
+        """Takes the next message of the other side and returns the answer to send; empty when none is due.
+
+        Raises:
+            LinkRefused: the other side is not who or what it should be. Send ``reply`` and close.
+        """
+        if self._failure is not None:
+            raise self._failure
+        try:
+            return self._receive(bytes(message))
+        except LinkRefused as refused:
+            self._failure = refused
+            raise
+        except InvalidTag as error:
+            self._failure = LinkRefused(LinkRefusal.REPLAYED_OR_FORGED, "a handshake message does not authenticate")
+            raise self._failure from error
+        except (ValueError, NoiseValueError, NoiseHandshakeError, NoiseInvalidMessage) as error:
+            self._failure = LinkRefused(LinkRefusal.MALFORMED, f"malformed handshake: {type(error).__name__}")
+            raise self._failure from error
+
+    def _receive(self, message: bytes) -> bytes:
+        if len(message) > MAX_HANDSHAKE_BYTES:
+            raise LinkRefused(LinkRefusal.OVERSIZED, f"handshake message of {len(message)} bytes")
+        self._received += 1
+        if self._initiator:
+            payload = self._noise.read_message(self._without_preamble(message))
+            peer = self._check_identity(bytes(payload))
+            if self._expect is not None and peer != self._expect:
+                raise LinkRefused(LinkRefusal.WRONG_KEY, f"{peer} answers where {self._expect} was expected")
+            answer = bytes(self._noise.write_message(self._payload))
+            self._finish(peer)
+            return answer
+        if self._received == 1:
+            self._noise.read_message(self._without_preamble(message))
+            return self._preamble + bytes(self._noise.write_message(self._payload))
+        self._finish(self._check_identity(bytes(self._noise.read_message(message))))
+        return b""
+
+    def _without_preamble(self, message: bytes) -> bytes:
+        if len(message) < _PREAMBLE.size:
+            raise LinkRefused(LinkRefusal.MALFORMED, "handshake message without preamble")
+        magic, version = _PREAMBLE.unpack_from(message)
+        if magic != _MAGIC:
+            raise LinkRefused(LinkRefusal.MALFORMED, "the other side speaks another protocol")
+        if version != self._version:
+            raise LinkRefused(
+                LinkRefusal.WRONG_VERSION,
+                f"it speaks protocol version {version} and this program version {self._version}: "
+                "update the older of the two",
+                their_version=version,
+                reply=b"" if self._initiator else self._preamble,
+            )
+        return message[_PREAMBLE.size :]
+
+    def _check_identity(self, payload: bytes) -> PeerId:
+        if len(payload) != _PAYLOAD_BYTES:
+            raise LinkRefused(LinkRefusal.MALFORMED, "identity payload of the wrong length")
+        peer = peer_id_of(payload[:32])
+        if not is_signed_by(peer, _STATIC_KEY_DOMAIN, self._state.rs.public_bytes, payload[32:]):
+            raise LinkRefused(LinkRefusal.WRONG_KEY, "the identity is not proven by its signature")
+        return peer
+
+    def _finish(self, peer: PeerId) -> None:
+        protocol = self._noise.noise_protocol
+        self.keys = LinkKeys(peer, bytes(protocol.cipher_state_encrypt.k), bytes(protocol.cipher_state_decrypt.k))
+
+
+class Sealer:
+    """Seals the frames of one direction. Every segment that ``seal`` yields must be sent, in that order."""
+
+    def __init__(self, key: bytes) -> None:
+        self._encrypt = ChaCha20Poly1305(key).encrypt
+        self._counter = 0
+
+    def seal(self, head: bytes, payload: bytes | bytearray | memoryview = b"") -> Iterator[bytes]:
+        """The sealed segments of one frame, whose bytes are ``head`` and then ``payload``.
+
+        Raises:
+            LinkRefused: the frame is longer than a receiver accepts, or the link has sealed as much as it may.
+        """
+        total = len(head) + len(payload)
+        if total > MAX_FRAME_BYTES:
+            raise LinkRefused(LinkRefusal.OVERSIZED, f"frame of {total} bytes exceeds {MAX_FRAME_BYTES}")
+        if total <= MAX_SEGMENT_PLAIN_BYTES - _LENGTH.size:
+            yield self._seal_one(b"".join((_LENGTH.pack(total), head, payload)))
+            return
+        view = memoryview(payload)
+        if len(head) + _LENGTH.size > MAX_SEGMENT_PLAIN_BYTES:  # a header close to its limit of 64 KiB
+            head, view = b"", memoryview(b"".join((head, payload)))
+        taken = MAX_SEGMENT_PLAIN_BYTES - _LENGTH.size - len(head)
+        yield self._seal_one(b"".join((_LENGTH.pack(total), head, view[:taken])))
+        for start in range(taken, len(view), MAX_SEGMENT_PLAIN_BYTES):
+            yield self._seal_one(view[start : start + MAX_SEGMENT_PLAIN_BYTES])
+
+    def _seal_one(self, plain: bytes | memoryview) -> bytes:
+        if self._counter >= MAX_SEGMENTS:
+            raise LinkRefused(LinkRefusal.OVERSIZED, "the link has carried as much as one key may: open a new link")
+        sealed = self._encrypt(_NONCE.pack(self._counter), plain, None)
+        self._counter += 1
+        return sealed
+
+
+class Opener:
+    """Opens the segments of one direction and puts frames together.
+
+    States: between frames, or within a frame of known length; dead after the first segment that is refused.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        self._aead = ChaCha20Poly1305(key)
+        self._counter = 0
+        self._failure: LinkRefused | None = None
+        self._frame: memoryview | None = None
+        self._filled = 0
+
+    def open(self, segment: bytes | bytearray | memoryview) -> memoryview | None:
+        """The frame that this segment completes, as a read-only view; None within a frame.
+
+        Raises:
+            LinkRefused: the segment is not the next one that the peer sealed, or breaks a limit.
+        """
+        if self._failure is not None:
+            raise self._failure
+        try:
+            if self._counter >= MAX_SEGMENTS:
+                raise LinkRefused(LinkRefusal.OVERSIZED, "the link has carried as much as one key may")
+            if len(segment) > MAX_SEGMENT_BYTES:
+                raise LinkRefused(LinkRefusal.OVERSIZED, f"segment of {len(segment)} bytes")
+            return self._first(segment) if self._frame is None else self._next(self._frame, segment)
+        except InvalidTag as error:
+            self._failure = LinkRefused(LinkRefusal.REPLAYED_OR_FORGED, "a segment does not authenticate in its place")
+            raise self._failure from error
+        except LinkRefused as refused:
+            self._failure = refused
+            raise
+
+    def _first(self, segment: bytes | bytearray | memoryview) -> memoryview | None:
+        plain = memoryview(self._aead.decrypt(_NONCE.pack(self._counter), segment, None))
+        self._counter += 1
+        if len(plain) < _LENGTH.size:
+            raise LinkRefused(LinkRefusal.MALFORMED, "segment without a frame length")
+        (total,) = _LENGTH.unpack_from(plain)
+        body = plain[_LENGTH.size :]
+        if len(body) == total:
+            return body
+        if total > MAX_FRAME_BYTES:
+            raise LinkRefused(LinkRefusal.OVERSIZED, f"frame of {total} bytes exceeds {MAX_FRAME_BYTES}")
+        if len(plain) != MAX_SEGMENT_PLAIN_BYTES or total < len(body):
+            raise LinkRefused(LinkRefusal.MALFORMED, "segment and frame length contradict each other")
+        # Pages of a fresh bytearray are not resident before they are written: an announced length costs nothing.
+        self._frame = memoryview(bytearray(total))
+        self._frame[: len(body)] = body
+        self._filled = len(body)
+        return None
+
+    def _next(self, frame: memoryview, segment: bytes | bytearray | memoryview) -> memoryview | None:
+        end = min(self._filled + MAX_SEGMENT_PLAIN_BYTES, len(frame))
+        if len(segment) != end - self._filled + TAG_BYTES:
+            raise LinkRefused(LinkRefusal.MALFORMED, "segment of another length than the frame leaves")
+        self._aead.decrypt_into(_NONCE.pack(self._counter), segment, None, frame[self._filled : end])
+        self._counter += 1
+        self._filled = end
+        if end < len(frame):
+            return None
+        self._frame = None
+        return frame.toreadonly()
+
+
+def _identity_payload(identity: Identity, static_public: bytes) -> bytes:
+    return public_key_of(identity.peer_id) + identity.sign(_STATIC_KEY_DOMAIN, static_public)
