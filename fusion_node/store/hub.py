@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,18 +109,17 @@ class HuggingFaceHub:
 
 
 def _network_errors() -> tuple[type[Exception], ...]:
+    """What a failing transfer raises.
+
+    The base error of the HTTP client is taken from the hub's own error, which derives from it: the client has changed
+    between releases (requests, httpx, httpx2).
+    """
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    return (HfHubHTTPError, LocalEntryNotFoundError, OSError, *_client_errors())
-
-
-def _client_errors() -> tuple[type[Exception], ...]:
-    """The base error of the HTTP client, which huggingface_hub has changed twice."""
-    from huggingface_hub.utils._http import get_session
-
-    module = type(get_session()).__module__.split(".")[0]
-    base = getattr(__import__(module), "HTTPError", None)
-    return (base,) if isinstance(base, type) and issubclass(base, Exception) else ()
+    bases = [
+        base for base in HfHubHTTPError.__bases__ if base is not Exception and issubclass(base, Exception)
+    ]
+    return (HfHubHTTPError, LocalEntryNotFoundError, OSError, *bases)
 
 
 def _one_line(error: Exception) -> str:
@@ -133,17 +133,22 @@ def _literal(name: str) -> str:
 
 def _reporting_to(progress: Progress) -> type[Any]:
     """A bar for huggingface_hub that draws nothing and passes the bytes on."""
-    from huggingface_hub.utils import tqdm
+    from huggingface_hub.utils.tqdm import tqdm
 
-    class Reporter(tqdm):  # type: ignore[misc]
+    base: Any = tqdm  # untyped
+    lock = threading.Lock()  # the hub updates one bar from several download threads
+
+    class Reporter(base):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self._counts_bytes = kwargs.get("unit") == "B"
-            kwargs.pop("name", None)
+            # Of the two bars that count bytes, the other one counts what came over the network, after deduplication.
+            transfer = str(kwargs.get("desc") or "").startswith("Downloading")
+            self._counts = kwargs.get("unit") == "B" and not transfer
             super().__init__(*args, **{**kwargs, "disable": True})
 
         def update(self, n: float | None = 1) -> bool | None:
-            if self._counts_bytes and n:
-                progress.advance(int(n))
+            if self._counts and n:
+                with lock:
+                    progress.advance(int(n))
             return None
 
     return Reporter

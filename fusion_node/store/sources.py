@@ -22,8 +22,6 @@ from fusion_node.store.files import (
     read_bounded,
     write_durably,
 )
-from fusion_node.store.gguf_convert import GgufFile, generation_config, to_json
-from fusion_node.store.gguf_tokenizer import write_tokenizer
 from fusion_node.store.hub import Hub
 from fusion_node.store.model import num_layers_of
 from fusion_node.store.progress import Progress
@@ -300,6 +298,10 @@ def take_files(
 
 def convert_gguf(path: Path, work: Workplace) -> None:
     """Converts a GGUF file into the model's folder; quantised tensors become F16, the rest keeps its precision."""
+    # Here, because numpy would be most of what `find` costs.
+    from fusion_node.store.gguf_convert import GgufFile, generation_config, to_json
+    from fusion_node.store.gguf_tokenizer import write_tokenizer
+
     file = GgufFile(path)
     work.require_room(sum(spec.num_bytes for spec, _ in file.plan("F16")))
     write_durably(work.folder / "config.json", to_json(file.config() | {"dtype": "float16"}))
