@@ -1,0 +1,5 @@
+"""The name that callers pass to `keys.export_key`."""
+
+
+class PEMEncoder:
+    """Chooses PEM."""
