@@ -1,0 +1,161 @@
+"""Addresses of the control plane: what to listen on, what to tell others, and where a peer can be dialled.
+
+A peer's address is a multiaddr of one shape, ``/ip4/…/tcp/PORT/p2p/PEER`` (or ip6, dns, dns4, dns6). It is parsed here,
+without libp2p, so that a wrong one on the command line is refused at once and by name.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import re
+import socket
+from dataclasses import dataclass
+
+import psutil
+
+from fusion_node.errors import AddressInUse, ConfigError
+from fusion_node.types import PeerId
+from p2p.identity import public_key_of
+
+MAX_ADDRESS_CHARACTERS = 256
+"""The limit of AddressText in records; a DNS name has at most 253."""
+
+_KINDS = ("ip4", "ip6", "dns", "dns4", "dns6")
+_DNS_NAME = re.compile(r"^(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,62}))*\.?$")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PeerAddress:
+    """Where one peer can be dialled, and who must answer there."""
+
+    kind: str
+    host: str
+    port: int
+    peer: PeerId
+
+    @classmethod
+    def parse(cls, text: str) -> PeerAddress:
+        """Reads a multiaddr.
+
+        Raises:
+            ConfigError: when it is not of the shape that this program dials.
+        """
+        parts = text.strip().split("/")
+        if len(text) > MAX_ADDRESS_CHARACTERS or len(parts) != 7 or parts[0]:
+            raise ConfigError(f"{text[:80]!r} is not a peer address: write /ip4/HOST/tcp/PORT/p2p/PEER-ID")
+        _, kind, host, tcp, port, p2p, peer = parts
+        if kind not in _KINDS or tcp != "tcp" or p2p != "p2p":
+            raise ConfigError(f"{text!r} is not a peer address: write /ip4/HOST/tcp/PORT/p2p/PEER-ID")
+        try:
+            public_key_of(peer)
+        except ValueError as error:
+            raise ConfigError(f"{peer!r} in {text!r} is not the peer id of an Ed25519 key") from error
+        return cls.of(host, _parse_port(port, text, lowest=1), PeerId(peer), kind=kind)
+
+    @classmethod
+    def of(cls, host: str, port: int, peer: PeerId, *, kind: str | None = None) -> PeerAddress:
+        """Builds an address from its parts; ``kind`` is read off the host when it is None.
+
+        Raises:
+            ConfigError: when the host does not fit the kind.
+        """
+        ip = _as_ip(host)
+        found = "dns" if ip is None else f"ip{ip.version}"
+        kind = kind or found
+        if (ip is None and not _DNS_NAME.match(host)) or kind.startswith("ip") != (ip is not None):
+            raise ConfigError(f"{host!r} is not a {kind} host")
+        if ip is not None and kind != found:
+            raise ConfigError(f"{host!r} is not an {kind} address")
+        return cls(kind, host, port, peer)
+
+    def __str__(self) -> str:
+        return f"/{self.kind}/{self.host}/tcp/{self.port}/p2p/{self.peer}"
+
+
+def parse_listen(text: str) -> tuple[str, int]:
+    """Reads ``HOST:PORT`` or ``[IPv6]:PORT``; the host is an IP address of this machine, or 0.0.0.0 for all.
+
+    Raises:
+        ConfigError: when it is anything else.
+    """
+    host, colon, port = text.strip().rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if host == "localhost":
+        host = "127.0.0.1"
+    if not colon or _as_ip(host) is None:
+        raise ConfigError(f"{text!r} is not a listen address: write HOST:PORT with an IP address, like 0.0.0.0:4600")
+    return host, _parse_port(port, text, lowest=0)
+
+
+def check_bindable(host: str, port: int) -> None:
+    """Makes sure that nobody listens there yet.
+
+    Needed because libp2p sets SO_REUSEPORT: a second process of the same user would listen on the same port without any
+    error, and the kernel would hand each of the two half of the connections.
+
+    Raises:
+        AddressInUse: somebody does.
+        ConfigError: the address is not one of this machine, or needs rights that this process has not.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        # As every server does: connections of the last run that are still closing shall not count.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise AddressInUse(
+                    f"another program listens on {host}:{port}: choose another port with --listen, "
+                    "or port 0 for any free one"
+                ) from error
+            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can dial that host."""
+    ip = _as_ip(host)
+    return ip is not None and ip.is_loopback
+
+
+def dialable_hosts(host: str) -> list[str]:
+    """The hosts under which a listener on ``host`` can be dialled, best first.
+
+    0.0.0.0 is nobody's address, yet libp2p would advertise it as it stands. It becomes the machine's own addresses;
+    loopback only when there is no other, because on another machine it would lead to that machine itself.
+    """
+    ip = _as_ip(host)
+    if ip is None or not ip.is_unspecified:
+        return [host]
+    found = [own for own in _own_addresses() if own.version == ip.version]
+    outside = [own for own in found if not own.is_loopback]
+    # A public address helps everybody, a private one only the neighbours.
+    return [str(own) for own in sorted(outside or found, key=lambda own: (not own.is_global, str(own)))]
+
+
+def _own_addresses() -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
+    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
+    texts = [
+        address.address
+        for name, addresses in psutil.net_if_addrs().items()
+        if name in up
+        for address in addresses
+        if address.family in (socket.AF_INET, socket.AF_INET6)
+    ]
+    ips = [_as_ip(text) for text in texts]
+    # Link-local IPv6 addresses need a zone, which means something on this machine only.
+    return [ip for ip in ips if ip is not None and not ip.is_link_local]
+
+
+def _as_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
+
+
+def _parse_port(text: str, whole: str, *, lowest: int) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 5 and lowest <= int(text) <= 65535):
+        raise ConfigError(f"{text!r} in {whole!r} is not a port between {lowest} and 65535")
+    return int(text)

@@ -1,0 +1,95 @@
+"""The seam below discovery: what the asyncio side knows of the libp2p host, in plain types.
+
+Everything that is named here can be imported without importing libp2p, which costs 1.3 s and 88 MB. The host runs in
+another thread (p2p.bridge), and the methods of ControlNode run there; the hooks are called there as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
+
+from fusion_node.errors import FusionError
+from fusion_node.types import PeerId
+from p2p.addresses import PeerAddress
+
+
+class ControlPlaneDown(FusionError):
+    """The libp2p part of this program has stopped. It is started again by itself; try again in some seconds."""
+
+    retryable = True
+
+
+@dataclass(frozen=True, slots=True)
+class HostConfig:
+    """What a libp2p host is made from."""
+
+    seed: bytes = field(repr=False)
+    listen: tuple[tuple[str, int], ...]
+    """IP address and port; empty for a host that only dials."""
+    serve: bool
+    """Whether to store and answer for others in the DHT."""
+    request_protocol: str
+    """Protocol id of the one-request-one-answer streams."""
+    max_request_bytes: int
+
+
+Answer: TypeAlias = Callable[[bytes | None], None]
+"""Takes the answer to a request, or None to refuse it. Thread-safe, never raises."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostHooks:
+    """What the host asks of its owner. Each is called in the host's thread and must return at once."""
+
+    sequence_of: Callable[[str, bytes], int]
+    """DHT key and value to the value's sequence number; ValueError when the value may not stand under the key."""
+    on_request: Callable[[PeerId, bytes, Answer], None]
+    on_connection: Callable[[PeerId, bool], None]
+    """A peer's first connection has opened (True), or its last one has closed (False)."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPeer:
+    """A peer that the DHT names, with the addresses that it names. Nothing here is proven."""
+
+    peer: PeerId
+    addresses: tuple[PeerAddress, ...]
+
+
+class ControlNode(Protocol):
+    """The running host. Every method is awaited in the host's thread, through Bridge.call.
+
+    Raises, each of them: PeerUnreachable, PeerClosed, PeerTimeout or RemoteProtocolError for what a peer did.
+    """
+
+    async def listening(self) -> list[tuple[str, int]]:
+        """The sockets that are bound, with the ports that were taken for port 0."""
+        ...
+
+    async def connect(self, peer: PeerId, addresses: Sequence[PeerAddress]) -> None:
+        """Connects, trying every address. Returns at once when connected already."""
+        ...
+
+    async def disconnect(self, peer: PeerId) -> None: ...
+
+    async def request(self, peer: PeerId, request: bytes, *, limit_bytes: int) -> bytes:
+        """Sends one request to a connected peer, and returns its answer of at most ``limit_bytes``."""
+        ...
+
+    async def join_dht(self, peer: PeerId) -> None:
+        """Takes the peer into the routing table and looks up the own id, which makes both known to each other."""
+        ...
+
+    async def put_value(self, key: str, value: bytes) -> None: ...
+
+    async def get_value(self, key: str) -> bytes | None:
+        """The newest valid value that the network holds; never a copy from an earlier look-up."""
+        ...
+
+    async def provide(self, key: bytes) -> None: ...
+
+    async def find_providers(self, key: bytes) -> list[FoundPeer]:
+        """Who the network says provides the key; never the answer of an earlier look-up."""
+        ...
