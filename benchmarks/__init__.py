@@ -1,0 +1,1 @@
+"""Reproducible measurements, each printing one table and writing JSON."""
