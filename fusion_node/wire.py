@@ -31,6 +31,7 @@ MAX_PAYLOAD_BYTES = 32 * 1024 * 1024
 MAX_FRAME_BYTES = 4 + MAX_HEADER_BYTES + MAX_PAYLOAD_BYTES
 
 _LENGTH = struct.Struct("<I")
+_ENCODE = msgspec.msgpack.Encoder().encode
 T = TypeVar("T")
 
 
@@ -44,7 +45,7 @@ def encode_header(header: object) -> bytes:
     Raises:
         WireError: when the header is longer than a receiver would accept.
     """
-    body = msgspec.msgpack.encode(header)
+    body = _ENCODE(header)
     if len(body) > MAX_HEADER_BYTES:
         raise WireError(f"header of {len(body)} bytes exceeds the limit of {MAX_HEADER_BYTES}")
     return _LENGTH.pack(len(body)) + body
@@ -57,19 +58,18 @@ def split_frame(frame: bytes | bytearray | memoryview) -> tuple[memoryview, memo
         WireError: when a length is missing, exceeds its limit, or runs past the end.
     """
     view = memoryview(frame)
-    if len(view) > MAX_FRAME_BYTES:
-        raise WireError(f"frame of {len(view)} bytes exceeds the limit of {MAX_FRAME_BYTES}")
-    if len(view) < _LENGTH.size:
+    size = len(view)
+    if size < 4:
         raise WireError("frame is shorter than its length field")
     (header_bytes,) = _LENGTH.unpack_from(view)
+    end = 4 + header_bytes
     if header_bytes > MAX_HEADER_BYTES:
         raise WireError(f"header of {header_bytes} bytes exceeds the limit of {MAX_HEADER_BYTES}")
-    end = _LENGTH.size + header_bytes
-    if end > len(view):
+    if end > size:
         raise WireError("header runs past the end of the frame")
-    if len(view) - end > MAX_PAYLOAD_BYTES:
-        raise WireError(f"payload of {len(view) - end} bytes exceeds the limit of {MAX_PAYLOAD_BYTES}")
-    return view[_LENGTH.size : end], view[end:]
+    if size - end > MAX_PAYLOAD_BYTES:
+        raise WireError(f"payload of {size - end} bytes exceeds the limit of {MAX_PAYLOAD_BYTES}")
+    return view[4:end], view[end:]
 
 
 def decode_bounded(data: bytes | bytearray | memoryview, kind: type[T], *, limit_bytes: int) -> T:

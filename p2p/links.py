@@ -37,7 +37,7 @@ from fusion_node.wire import MAX_FRAME_BYTES
 from p2p.heartbeat_core import DEAD_AFTER_S, Heartbeat, Liveness
 from p2p.identity import short
 from p2p.messages import AnyMessage, Goodbye, Ping, Pong
-from p2p.seam import Frame, Link, LinkCounters, Listener, Network
+from p2p.seam import Link, LinkCounters, Listener, Network
 
 MAX_QUEUE_BYTES = 2 * MAX_FRAME_BYTES
 """Per link, beside what the kernel buffers. Room for one largest frame behind another."""
@@ -61,6 +61,9 @@ CONNECT_TIMEOUT_S = 5.0
 
 OnFrame = Callable[[PeerId, AnyMessage, memoryview], None]
 OnClosed = Callable[[PeerId, FusionError], None]
+
+_OURS = (Ping, Pong, Goodbye)
+"""What the pool handles itself."""
 
 _log = structlog.get_logger(__name__)
 
@@ -183,10 +186,11 @@ class LinkPool:
             PeerUnreachable: there is no link with this peer.
             LocalProtocolError: the frame is larger than a receiver would accept.
         """
-        entries = self._links.get(peer)
-        if entries is None:
-            raise PeerUnreachable(peer, f"there is no link with peer {short(peer)}")
-        self._post(entries[0], message, payload)
+        try:
+            entry = self._links[peer][0]
+        except KeyError as error:
+            raise PeerUnreachable(peer, f"there is no link with peer {short(peer)}") from error
+        self._post(entry, message, payload)
 
     async def drain(self, peer: PeerId) -> None:
         """Returns when what was sent to ``peer`` is written.
@@ -349,14 +353,19 @@ class LinkPool:
     async def _run(self, entry: _PooledLink) -> None:
         """Reads one link until it ends."""
         link = entry.link
+        peer, receive, on_frame = link.peer, link.receive, self._on_frame
         try:
             while True:
-                self._dispatch(entry, await link.receive())
+                message, payload = await receive()
+                if isinstance(message, _OURS):
+                    self._dispatch(entry, message)
+                else:
+                    on_frame(peer, message, payload)
         except FusionError as error:
             reason = entry.reason or error
         except Exception as error:  # noqa: BLE001 - the per-stream handler: a bug above costs one link, not the node
             # Without the exception's text, which may quote what the peer sent.
-            _log.error("the handler of a frame failed", peer=link.peer, error=type(error).__name__)
+            _log.error("the handler of a frame failed", peer=peer, error=type(error).__name__)
             reason = LocalProtocolError(f"the handler of a frame failed with {type(error).__name__}")
         finally:
             self._remove(entry)
@@ -365,8 +374,7 @@ class LinkPool:
         finally:
             await link.aclose()
 
-    def _dispatch(self, entry: _PooledLink, frame: Frame) -> None:
-        message = frame.message
+    def _dispatch(self, entry: _PooledLink, message: Ping | Pong | Goodbye) -> None:
         match message:
             case Ping():
                 with contextlib.suppress(PeerError):
@@ -379,8 +387,6 @@ class LinkPool:
             case Goodbye():
                 peer = entry.link.peer
                 raise PeerClosed(peer, f"peer {short(peer)} left: {message.reason or 'no reason given'}")
-            case _:
-                self._on_frame(entry.link.peer, message, frame.payload)
 
     def _remove(self, entry: _PooledLink) -> None:
         peer = entry.link.peer

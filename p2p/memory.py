@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Generator, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from fusion_node.errors import AddressInUse, ConfigError, FusionError, PeerClosed, PeerUnreachable, RemoteProtocolError
 from fusion_node.types import PeerId
@@ -192,10 +193,7 @@ class _MemoryChannel:
         change = self._world.tampers.get(path)
         for message in (data,) if change is None else change(data):
             self.other._deliver(message)
-        return None if self.other._room.is_set() else self._wait_for_room()
-
-    async def _wait_for_room(self) -> None:
-        await self.other._room.wait()
+        return None if self.other._room.is_set() else _UntilSet(self.other._room)
 
     def _deliver(self, message: bytes) -> None:
         self._inbox.append(bytes(message))
@@ -232,6 +230,16 @@ class _MemoryChannel:
         self._arrived.set()
         self._room.set()
         self._world.channels.discard(self)
+
+
+class _UntilSet:
+    """Awaits an event; unlike a coroutine it may also be dropped unawaited."""
+
+    def __init__(self, event: asyncio.Event) -> None:
+        self._event = event
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        yield from self._event.wait().__await__()
 
 
 def _channel_pair(

@@ -192,6 +192,7 @@ AnyMessage: TypeAlias = (
 )
 
 _DECODER = msgspec.msgpack.Decoder(AnyMessage)
+_WITH_TENSOR = (Step, StepResult)
 
 
 def encode_message(message: AnyMessage) -> bytes:
@@ -210,41 +211,41 @@ def decode_message(frame: bytes | bytearray | memoryview) -> tuple[AnyMessage, m
         message: AnyMessage = _DECODER.decode(header)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, OverflowError) as error:
         raise WireError(f"not a valid message: {type(error).__name__}") from error
-    match message:
-        case Step() | StepResult():
-            _check_tensor(message, payload)
-        case StatusReply() if not all(math.isfinite(value) for value in message.counters.values()):
-            raise WireError("a counter is not finite")
-        case _:
-            if len(payload):
-                raise WireError("a payload where none belongs")
+    if isinstance(message, _WITH_TENSOR):
+        _check_tensor(message, payload)
+    elif len(payload):
+        raise WireError("a payload where none belongs")
+    elif isinstance(message, StatusReply) and not all(map(math.isfinite, message.counters.values())):
+        raise WireError("a counter is not finite")
     return message, payload
 
 
 def _check_tensor(message: Step | StepResult, payload: memoryview) -> None:
     tensor = message.tensor
+    num_rows = tensor.num_rows
     if tensor.dtype not in DTYPE_BYTES:
         raise WireError("unknown tensor encoding")
     if tensor.num_bytes != len(payload):
         raise WireError(f"payload has {len(payload)} bytes where the header announces {tensor.num_bytes}")
-    match message:
-        case Step():
-            if tensor.num_rows == 0:
-                raise WireError("a step without rows")
-            if message.parents and len(message.parents) != tensor.num_rows:
-                raise WireError("a tree needs one parent per node")
-            last = message.first_node + tensor.num_rows - 1
-            if message.first_node == 0 or last > 2**32 - 1:
-                raise WireError("node ids out of range")
-            if not message.parents and message.parent >= message.first_node:
-                raise WireError("a node hangs on itself or on a later node")
-            if any(p >= message.first_node + i for i, p in enumerate(message.parents)):
-                raise WireError("a node hangs on itself or on a later node")
-            if any(not message.first_node <= node <= last for node in message.want):
-                raise WireError("a wanted row is not in the step")
-        case StepResult():
-            if len(message.nodes) != tensor.num_rows:
-                raise WireError("a result needs one row per node")
+    if isinstance(message, StepResult):
+        if len(message.nodes) != num_rows:
+            raise WireError("a result needs one row per node")
+        return
+    first, parents = message.first_node, message.parents
+    if num_rows == 0:
+        raise WireError("a step without rows")
+    last = first + num_rows - 1
+    if first == 0 or last > 2**32 - 1:
+        raise WireError("node ids out of range")
+    if parents:
+        if len(parents) != num_rows:
+            raise WireError("a tree needs one parent per node")
+        if any(parent >= node for node, parent in enumerate(parents, first)):
+            raise WireError("a node hangs on itself or on a later node")
+    elif message.parent >= first:
+        raise WireError("a node hangs on itself or on a later node")
+    if message.want and not (first <= min(message.want) and max(message.want) <= last):
+        raise WireError("a wanted row is not in the step")
 
 
 __all__ = [

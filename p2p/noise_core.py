@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from cryptography.exceptions import InvalidTag
@@ -229,21 +229,22 @@ class Sealer:
         self._encrypt = ChaCha20Poly1305(key).encrypt
         self._counter = 0
 
-    def seal(self, head: bytes, payload: bytes | bytearray | memoryview = b"") -> Iterator[bytes]:
+    def seal(self, head: bytes, payload: bytes | bytearray | memoryview = b"") -> Iterable[bytes]:
         """The sealed segments of one frame, whose bytes are ``head`` and then ``payload``.
 
         Raises:
             LinkRefused: the frame is longer than a receiver accepts, or the link has sealed as much as it may.
         """
         total = len(head) + len(payload)
+        if total <= MAX_SEGMENT_PLAIN_BYTES - _LENGTH.size:
+            return (self._seal_one(b"".join((_LENGTH.pack(total), head, payload))),)
         if total > MAX_FRAME_BYTES:
             raise LinkRefused(LinkRefusal.OVERSIZED, f"frame of {total} bytes exceeds {MAX_FRAME_BYTES}")
-        if total <= MAX_SEGMENT_PLAIN_BYTES - _LENGTH.size:
-            yield self._seal_one(b"".join((_LENGTH.pack(total), head, payload)))
-            return
-        view = memoryview(payload)
+        return self._seal_long(total, head, memoryview(payload))
+
+    def _seal_long(self, total: int, head: bytes, view: memoryview) -> Iterator[bytes]:
         if len(head) + _LENGTH.size > MAX_SEGMENT_PLAIN_BYTES:  # a header close to its limit of 64 KiB
-            head, view = b"", memoryview(b"".join((head, payload)))
+            head, view = b"", memoryview(b"".join((head, view)))
         taken = MAX_SEGMENT_PLAIN_BYTES - _LENGTH.size - len(head)
         yield self._seal_one(b"".join((_LENGTH.pack(total), head, view[:taken])))
         for start in range(taken, len(view), MAX_SEGMENT_PLAIN_BYTES):
@@ -264,7 +265,9 @@ class Opener:
     """
 
     def __init__(self, key: bytes) -> None:
-        self._aead = ChaCha20Poly1305(key)
+        aead = ChaCha20Poly1305(key)
+        self._decrypt = aead.decrypt
+        self._decrypt_into = aead.decrypt_into
         self._counter = 0
         self._failure: LinkRefused | None = None
         self._frame: memoryview | None = None
@@ -279,42 +282,43 @@ class Opener:
         if self._failure is not None:
             raise self._failure
         try:
-            if self._counter >= MAX_SEGMENTS:
-                raise LinkRefused(LinkRefusal.OVERSIZED, "the link has carried as much as one key may")
-            if len(segment) > MAX_SEGMENT_BYTES:
-                raise LinkRefused(LinkRefusal.OVERSIZED, f"segment of {len(segment)} bytes")
-            return self._first(segment) if self._frame is None else self._next(self._frame, segment)
+            if len(segment) > MAX_SEGMENT_BYTES or self._counter >= MAX_SEGMENTS:
+                raise LinkRefused(LinkRefusal.OVERSIZED, f"segment {self._counter} of {len(segment)} bytes")
+            if self._frame is not None:
+                return self._next(self._frame, segment)
+            plain = self._decrypt(_NONCE.pack(self._counter), segment, None)
+            self._counter += 1
+            body = memoryview(plain)[_LENGTH.size :]
+            (total,) = _LENGTH.unpack_from(plain)
+            if total == len(body):
+                return body
+            self._begin(total, body)
+            return None
         except InvalidTag as error:
             self._failure = LinkRefused(LinkRefusal.REPLAYED_OR_FORGED, "a segment does not authenticate in its place")
+            raise self._failure from error
+        except struct.error as error:
+            self._failure = LinkRefused(LinkRefusal.MALFORMED, "segment without a frame length")
             raise self._failure from error
         except LinkRefused as refused:
             self._failure = refused
             raise
 
-    def _first(self, segment: bytes | bytearray | memoryview) -> memoryview | None:
-        plain = memoryview(self._aead.decrypt(_NONCE.pack(self._counter), segment, None))
-        self._counter += 1
-        if len(plain) < _LENGTH.size:
-            raise LinkRefused(LinkRefusal.MALFORMED, "segment without a frame length")
-        (total,) = _LENGTH.unpack_from(plain)
-        body = plain[_LENGTH.size :]
-        if len(body) == total:
-            return body
+    def _begin(self, total: int, body: memoryview) -> None:
         if total > MAX_FRAME_BYTES:
             raise LinkRefused(LinkRefusal.OVERSIZED, f"frame of {total} bytes exceeds {MAX_FRAME_BYTES}")
-        if len(plain) != MAX_SEGMENT_PLAIN_BYTES or total < len(body):
+        if len(body) != MAX_SEGMENT_PLAIN_BYTES - _LENGTH.size or total < len(body):
             raise LinkRefused(LinkRefusal.MALFORMED, "segment and frame length contradict each other")
         # Pages of a fresh bytearray are not resident before they are written: an announced length costs nothing.
         self._frame = memoryview(bytearray(total))
         self._frame[: len(body)] = body
         self._filled = len(body)
-        return None
 
     def _next(self, frame: memoryview, segment: bytes | bytearray | memoryview) -> memoryview | None:
         end = min(self._filled + MAX_SEGMENT_PLAIN_BYTES, len(frame))
         if len(segment) != end - self._filled + TAG_BYTES:
             raise LinkRefused(LinkRefusal.MALFORMED, "segment of another length than the frame leaves")
-        self._aead.decrypt_into(_NONCE.pack(self._counter), segment, None, frame[self._filled : end])
+        self._decrypt_into(_NONCE.pack(self._counter), segment, None, frame[self._filled : end])
         self._counter += 1
         self._filled = end
         if end < len(frame):

@@ -62,9 +62,15 @@ class SealedLink:
         if self._closed is not None:
             raise self._closed_error()
         try:
-            head = encode_message(message)
-            for segment in self._sealer.seal(head, payload):
-                self._put(segment)
+            for segment in self._sealer.seal(encode_message(message), payload):
+                self._num_posted += 1
+                if self._pump is None:
+                    waiting = self._write(segment)
+                    if waiting is not None:
+                        self._pump = asyncio.get_running_loop().create_task(self._pump_outbox(waiting))
+                else:
+                    self._outbox.append(segment)
+                    self.queued_bytes += len(segment)
         except (WireError, LinkRefused) as error:
             raise LocalProtocolError(f"a {type(message).__name__} cannot be sent: {error}") from error
         self.counters.frames_out += 1
@@ -120,16 +126,6 @@ class SealedLink:
             self._mark_closed("the link was closed here")
             self._closing = asyncio.get_running_loop().create_task(self._channel.aclose())
         await asyncio.shield(self._closing)
-
-    def _put(self, segment: bytes) -> None:
-        self._num_posted += 1
-        if self._pump is not None:
-            self._outbox.append(segment)
-            self.queued_bytes += len(segment)
-            return
-        waiting = self._write(segment)
-        if waiting is not None:
-            self._pump = asyncio.get_running_loop().create_task(self._pump_outbox(waiting))
 
     def _write(self, segment: bytes) -> Awaitable[None] | None:
         try:

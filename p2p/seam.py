@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from fusion_node.types import PeerId
 from p2p.messages import AnyMessage
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """One received message with its payload, a read-only view that stays valid as long as it is referenced."""
 
     message: AnyMessage
