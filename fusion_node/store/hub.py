@@ -54,10 +54,17 @@ class HuggingFaceHub:
 
     def describe(self, repository: str, revision: str | None) -> Listing:
         import huggingface_hub as hf
-        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+        from huggingface_hub.errors import (
+            GatedRepoError,
+            HFValidationError,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+        )
 
         try:
             info = hf.HfApi().model_info(repository, revision=revision, files_metadata=True)
+        except HFValidationError as error:
+            raise UnknownModel(f"{repository} cannot be a repository: {_one_line(error)}") from error
         except GatedRepoError as error:
             raise DownloadFailed(
                 f"{repository} is gated: accept its terms on the hub and set HF_TOKEN, then pull again"

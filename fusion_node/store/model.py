@@ -69,7 +69,7 @@ class StoredModel:
         """Reads the manifest in ``path``; StoreCorrupted when there is none or it is not sound."""
         try:
             manifest = decode_manifest(read_bounded(path / MANIFEST_FILE, MAX_MANIFEST_BYTES))
-        except ManifestInvalid as error:
+        except StoreCorrupted as error:
             raise StoreCorrupted(f"{path / MANIFEST_FILE}: {error}: {_remedy(path.name)}") from error
         return cls(path, manifest.name, ModelId(manifest.model_id), manifest)
 

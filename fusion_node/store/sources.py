@@ -301,6 +301,7 @@ def convert_gguf(path: Path, work: Workplace) -> None:
     from fusion_node.store.gguf_convert import GgufFile, generation_config, to_json
     from fusion_node.store.gguf_tokenizer import write_tokenizer
 
+    work.progress.start("Reading metadata", None)
     file = GgufFile(path)
     work.require_room(sum(spec.num_bytes for spec, _ in file.plan("F16")))
     write_durably(work.folder / "config.json", to_json(file.config() | {"dtype": "float16"}))

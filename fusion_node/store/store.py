@@ -17,6 +17,7 @@ running node. Remove it first to get a newer revision.
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -29,7 +30,7 @@ import structlog
 from filelock import FileLock
 from platformdirs import user_data_path
 
-from fusion_node.errors import ConfigError, StoreCorrupted, UnknownModel
+from fusion_node.errors import ConfigError, FusionError, ResourceExhausted, StoreCorrupted, UnknownModel
 from fusion_node.store import builtin
 from fusion_node.store.files import (
     DiskFree,
@@ -146,7 +147,10 @@ class ModelStore:
             stored = self._stored(origin)
             if stored is not None and not origin.may_have_changed:
                 return stored
-            return self._build(origin, stored, told)
+            try:
+                return self._build(origin, stored, told)
+            except OSError as error:
+                raise _translated(error, self.home) from error
 
     def remove(self, name_or_id: str) -> None:
         """Deletes a model, also one whose manifest is damaged. A node that serves it keeps its open files.
@@ -154,12 +158,13 @@ class ModelStore:
         Raises:
             UnknownModel: when there is none.
         """
-        damaged = self._models / _folder_name(name_or_id) if _is_name(name_or_id) else None
-        if damaged is not None and damaged.is_dir():
-            folder, name = damaged, name_or_id
-        else:
+        try:
             model = self.find(name_or_id)
             folder, name = model.path, model.name
+        except (UnknownModel, StoreCorrupted):
+            folder, name = self._models / _folder_name(name_or_id), name_or_id
+            if not _is_name(name_or_id) or not _is_damaged(folder):
+                raise
         with self._lock(name):
             # Renamed first: a folder that is half deleted must not be listed.
             doomed = self._partial / _folder_name(name) / "removed"
@@ -300,6 +305,14 @@ def write_manifest(folder: Path, *, name: str, source: str, revision: str, progr
     return StoredModel(folder, name, ModelId(manifest.model_id), manifest)
 
 
+def _translated(error: OSError, home: Path) -> FusionError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return ResourceExhausted(
+            f"the disk of {home} became full: free some space, or set FUSION_HOME to a larger disk"
+        )
+    return ConfigError(f"cannot read or write {error.filename or home}: {error.strerror or error}")
+
+
 def _architecture(config: dict[str, Any]) -> str:
     classes = config.get("architectures")
     if isinstance(classes, list) and classes and isinstance(classes[0], str):
@@ -309,6 +322,16 @@ def _architecture(config: dict[str, Any]) -> str:
 
 def _is_name(name: str) -> bool:
     return len(name) <= _MAX_NAME_LENGTH and _NAME.match(name) is not None
+
+
+def _is_damaged(folder: Path) -> bool:
+    if not folder.is_dir():
+        return False
+    try:
+        StoredModel.open(folder)
+    except StoreCorrupted:
+        return True
+    return False
 
 
 def _folder_name(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -232,6 +233,37 @@ def test_model_with_damaged_manifest_is_not_listed_but_can_be_removed(
         store.find("tiny")
     store.remove("tiny")
     assert not model.path.exists()
+
+
+@pytest.mark.parametrize("content", [None, b"{}"], ids=["no manifest", "another manifest"])
+def test_pull_over_a_damaged_model_says_to_remove_it_and_that_works(
+    store: ModelStore, model: StoredModel, tmp_path: Path, content: bytes | None
+) -> None:
+    (model.path / "manifest.json").unlink()
+    if content is not None:
+        (model.path / "manifest.json").write_bytes(content)
+    with pytest.raises(StoreCorrupted, match="run `fusion-node models rm tiny` and pull it again"):
+        store.pull(str(tmp_path / "tiny"))
+    store.remove("tiny")
+    assert store.pull(str(tmp_path / "tiny")) == model
+
+
+def test_remove_by_folder_name_does_not_hit_a_sound_model(tmp_path: Path) -> None:
+    store = ModelStore(tmp_path / "home", hub=FakeHub(make_model(tmp_path / "origin")))
+    model = store.pull("org/name")
+    with pytest.raises(UnknownModel):
+        store.remove("org--name")
+    assert store.list() == [model]
+
+
+def test_disk_that_fills_up_during_a_pull_is_resource_exhausted(store: ModelStore, tmp_path: Path) -> None:
+    class Fills(NoProgress):
+        def start(self, what: str, total_bytes: int | None) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(ResourceExhausted, match="became full"):
+        store.pull(str(make_model(tmp_path / "tiny")), progress=Fills())
+    assert store.list() == []
 
 
 # Interrupted and concurrent pulls
@@ -740,6 +772,11 @@ def test_hub_download_asks_for_the_commit_and_checks_the_hash(
     listing = Listing("org/name", "c0ffee", {"a.safetensors": HubFile(3, None)})
     with pytest.raises(DownloadFailed, match="did not arrive whole"):
         HuggingFaceHub().download(listing, ["a.safetensors"], tmp_path, progress)
+
+
+def test_hub_repository_of_impossible_name_is_unknown() -> None:
+    with pytest.raises(UnknownModel, match="cannot be a repository"):
+        HuggingFaceHub().describe("org/a--b", None)
 
 
 def test_hub_that_cannot_be_reached_is_a_failed_download(monkeypatch: pytest.MonkeyPatch) -> None:
