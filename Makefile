@@ -13,6 +13,9 @@ PYTEST_ARGS ?=
 # The interpreter that the environment is made from; the first of 3.13, 3.12, 3.11 and python3 that will do, if empty.
 PYTHON ?=
 
+# pip before 23.1 builds packages without pyproject.toml the old way, with a warning for each; later ones ignore this.
+export PIP_USE_PEP517 := 1
+
 PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c constraints.txt
 
 .DEFAULT_GOAL := help
