@@ -250,9 +250,7 @@ class BlockProof:
         if root is None or root.hex() != record.root:
             return False
         top = root_of_path(_tensor_leaf(record), self.tensor_index, self.num_tensors, self.tensor_path)
-        return top is not None and model_id == _model_id(
-            self.num_tensors, top, self.num_files, self.files_root
-        )
+        return top is not None and model_id == _model_id(self.num_tensors, top, self.num_files, self.files_root)
 
 
 class BlockTable:
@@ -366,9 +364,7 @@ class ManifestBuilder:
         if name in self._tensors:
             raise ManifestInvalid(f"tensor {name} occurs twice")
         if len(leaves) != record.num_blocks * HASH_BYTES:
-            raise ManifestInvalid(
-                f"tensor {name} has {len(leaves)} bytes of hashes for {record.num_blocks} blocks"
-            )
+            raise ManifestInvalid(f"tensor {name} has {len(leaves)} bytes of hashes for {record.num_blocks} blocks")
         _check_tensor(record)
         self._tensors[name] = (record, leaves)
 
@@ -396,17 +392,13 @@ class ManifestBuilder:
             **self._labels,
         )
         # Struct constructors do not check constraints, the decoder does: never write what cannot be read.
-        return decode_manifest(encode_manifest(manifest)), b"".join(
-            self._tensors[tensor.name][1] for tensor in tensors
-        )
+        return decode_manifest(encode_manifest(manifest)), b"".join(self._tensors[tensor.name][1] for tensor in tensors)
 
 
 def hash_blocks(data: ByteBuffer) -> bytes:
     """Concatenated leaf hashes of the blocks of ``data``, whose start must be the start of a block."""
     view = memoryview(data)
-    return b"".join(
-        leaf_hash(view[start : start + BLOCK_BYTES]) for start in range(0, len(view), BLOCK_BYTES)
-    )
+    return b"".join(leaf_hash(view[start : start + BLOCK_BYTES]) for start in range(0, len(view), BLOCK_BYTES))
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

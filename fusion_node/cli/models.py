@@ -35,9 +35,7 @@ Name = Annotated[
 def pull(
     source: Annotated[
         str,
-        typer.Argument(
-            help="smollm2-135m, a folder, a .gguf file, or ORGANISATION/NAME on the Hugging Face hub."
-        ),
+        typer.Argument(help="smollm2-135m, a folder, a .gguf file, or ORGANISATION/NAME on the Hugging Face hub."),
     ],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a repository.")] = None,
     file: Annotated[str | None, typer.Option(help="Which .gguf file of a folder or repository.")] = None,
@@ -45,9 +43,7 @@ def pull(
     """Fetch a model. An interrupted pull continues when it is run again."""
     with _bars() as progress:
         model = ModelStore().pull(source, revision=revision, file=file, progress=progress)
-    Console().print(
-        f"{model.name}  {model.model_id}  {_size(model.size_bytes)}", soft_wrap=True, highlight=False
-    )
+    Console().print(f"{model.name}  {model.model_id}  {_size(model.size_bytes)}", soft_wrap=True, highlight=False)
 
 
 @models_app.command("list")
@@ -58,9 +54,7 @@ def list_models(as_json: Json = False) -> None:
         _print_json([_summary(model) for model in models])
         return
     if not models:
-        Console().print(
-            "No models yet. `fusion-node models pull smollm2-135m` fetches a small one.", highlight=False
-        )
+        Console().print("No models yet. `fusion-node models pull smollm2-135m` fetches a small one.", highlight=False)
         return
     table = Table("NAME", "ID", "LAYERS", "PARAMETERS", "SIZE", box=None, pad_edge=False)
     for model in models:

@@ -240,9 +240,7 @@ class GgufFile:
                 "factor": factor,
                 "original_max_position_embeddings": original,
             }
-        raise ConfigError(
-            f"{self.path.name} uses rotary scaling {kind!r}, which cannot be converted from GGUF"
-        )
+        raise ConfigError(f"{self.path.name} uses rotary scaling {kind!r}, which cannot be converted from GGUF")
 
     def _llama3_scaling(self, theta: float) -> dict[str, Any]:
         """The llama3 rotary scaling that produced the factors in the file.

@@ -107,9 +107,7 @@ class HuggingFaceHub:
         for name in names:
             expected, path = listing.files[name], folder / name
             if not path.is_file() or path.stat().st_size != expected.num_bytes:
-                raise DownloadFailed(
-                    f"{name} of {listing.repository} did not arrive whole; run the command again"
-                )
+                raise DownloadFailed(f"{name} of {listing.repository} did not arrive whole; run the command again")
             if expected.sha256 is not None and sha256_of(path, progress) != expected.sha256:
                 path.unlink()
                 raise DownloadFailed(f"{name} of {listing.repository} arrived damaged; run the command again")
@@ -123,9 +121,7 @@ def _network_errors() -> tuple[type[Exception], ...]:
     """
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    bases = [
-        base for base in HfHubHTTPError.__bases__ if base is not Exception and issubclass(base, Exception)
-    ]
+    bases = [base for base in HfHubHTTPError.__bases__ if base is not Exception and issubclass(base, Exception)]
     return (HfHubHTTPError, LocalEntryNotFoundError, OSError, *bases)
 
 

@@ -168,9 +168,7 @@ class StoredModel:
         try:
             # Mapped: the table of a 140 GB model has 68 MB, of which a node needs the part of its layers.
             with path.open("rb") as file:
-                table = (
-                    mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.manifest.num_blocks else b""
-                )
+                table = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.manifest.num_blocks else b""
             return BlockTable(self.manifest, memoryview(table))
         except (OSError, ValueError, ManifestInvalid) as error:
             raise StoreCorrupted(f"{path}: {error}: {_remedy(self.name)}") from error
@@ -192,9 +190,7 @@ class StoredModel:
     def _checked(self, opened: _Opened) -> tuple[str, str, tuple[int, ...], memoryview]:
         for future in opened.checks:
             for bad in future.result():
-                raise StoreCorrupted(
-                    f"model {self.name}: {bad} does not match the manifest: {_remedy(self.name)}"
-                )
+                raise StoreCorrupted(f"model {self.name}: {bad} does not match the manifest: {_remedy(self.name)}")
         return opened.slot.name, opened.slot.dtype, opened.slot.shape, opened.data
 
     def _slot(self, name: str) -> tuple[Path, TensorSlot]:
@@ -207,9 +203,7 @@ class StoredModel:
             raise StoreCorrupted(f"no file in {self.path} holds tensor {name}: {_remedy(self.name)}")
         file, slot = found
         if (slot.dtype, slot.shape) != (record.dtype, record.shape):
-            raise StoreCorrupted(
-                f"tensor {name} in {file} has not the manifest's shape: {_remedy(self.name)}"
-            )
+            raise StoreCorrupted(f"tensor {name} in {file} has not the manifest's shape: {_remedy(self.name)}")
         return file, slot
 
 

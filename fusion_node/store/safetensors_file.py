@@ -87,13 +87,9 @@ def read_header(path: Path) -> dict[str, TensorSlot]:
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         start, stop = entry.data_offsets
         if entry.dtype not in DTYPE_BYTES:
-            raise StoreCorrupted(
-                f"{path}: tensor {name} has dtype {entry.dtype}, which this version cannot serve"
-            )
+            raise StoreCorrupted(f"{path}: tensor {name} has dtype {entry.dtype}, which this version cannot serve")
         if start != expected or stop - start != math.prod(entry.shape) * DTYPE_BYTES[entry.dtype]:
-            raise StoreCorrupted(
-                f"{path}: the place of tensor {name} contradicts its shape or its neighbours"
-            )
+            raise StoreCorrupted(f"{path}: the place of tensor {name} contradicts its shape or its neighbours")
         slots[name] = TensorSlot(name, entry.dtype, tuple(entry.shape), base + start, stop - start)
         expected = stop
     if base + expected != size:
@@ -129,8 +125,6 @@ def write_safetensors(path: Path, tensors: Iterable[tuple[TensorSpec, Iterator[A
         for spec, chunks in planned:
             written = sum(file.write(chunk) for chunk in chunks)
             if written != spec.num_bytes:
-                raise LocalProtocolError(
-                    f"tensor {spec.name} was written with {written} of {spec.num_bytes} bytes"
-                )
+                raise LocalProtocolError(f"tensor {spec.name} was written with {written} of {spec.num_bytes} bytes")
         file.flush()
         os.fsync(file.fileno())

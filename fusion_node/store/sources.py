@@ -168,8 +168,7 @@ class HubModel:
             if self.file not in listing.files:
                 available = [name for name in sorted(listing.files) if name.endswith(".gguf")]
                 raise UnknownModel(
-                    f"{self.repository} has no file {self.file}; "
-                    f"its GGUF files are: {', '.join(available) or 'none'}"
+                    f"{self.repository} has no file {self.file}; its GGUF files are: {', '.join(available) or 'none'}"
                 )
             work.require_room(max(0, listing.files[self.file].num_bytes - _present(work.downloads)))
             self.hub.download(listing, [self.file], work.downloads, work.progress)
@@ -282,9 +281,7 @@ def check_config(config: dict[str, Any]) -> None:
     num_layers_of(config)
 
 
-def take_files(
-    origin: Path, names: Collection[str], weights: list[str], weight_bytes: int, work: Workplace
-) -> None:
+def take_files(origin: Path, names: Collection[str], weights: list[str], weight_bytes: int, work: Workplace) -> None:
     """Links or copies the chosen files of ``origin`` into the model's folder after checking the small ones."""
     check_small_files(origin, names)
     for name in SMALL_FILES:

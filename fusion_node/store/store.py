@@ -70,9 +70,7 @@ class ModelStore:
         free: tells the free bytes of a disk.
     """
 
-    def __init__(
-        self, home: Path | None = None, *, hub: Hub | None = None, free: DiskFree = disk_free
-    ) -> None:
+    def __init__(self, home: Path | None = None, *, hub: Hub | None = None, free: DiskFree = disk_free) -> None:
         self.home = home if home is not None else default_home()
         self._hub: Hub = hub if hub is not None else HuggingFaceHub()
         self._free = free
@@ -107,9 +105,7 @@ class ModelStore:
         if len(found) == 1:
             return found[0]
         if found:
-            raise UnknownModel(
-                f"{name_or_id} fits several models: {', '.join(model.name for model in found)}"
-            )
+            raise UnknownModel(f"{name_or_id} fits several models: {', '.join(model.name for model in found)}")
         raise UnknownModel(self._not_found(name_or_id, models))
 
     def pull(
@@ -140,9 +136,7 @@ class ModelStore:
         if isinstance(origin, StoredModel):
             return origin
         if not _is_name(origin.name):
-            raise ConfigError(
-                f"{origin.name!r} cannot be a name in the store: use letters, digits and . _ + -"
-            )
+            raise ConfigError(f"{origin.name!r} cannot be a name in the store: use letters, digits and . _ + -")
         with self._lock(origin.name):
             stored = self._stored(origin)
             if stored is not None and not origin.may_have_changed:
@@ -193,9 +187,7 @@ class ModelStore:
             for model in self.list():
                 if model.name == source:
                     return model
-            close = difflib.get_close_matches(
-                source, [builtin.NAME, *(model.name for model in self.list())], n=1
-            )
+            close = difflib.get_close_matches(source, [builtin.NAME, *(model.name for model in self.list())], n=1)
             if close:
                 raise UnknownModel(f"{unknown}. Did you mean {close[0]}?") from unknown
             raise
@@ -218,13 +210,9 @@ class ModelStore:
         remove_tree(folder)
         downloads.mkdir(parents=True, exist_ok=True)
         folder.mkdir()
-        work = Workplace(
-            downloads, folder, progress, lambda num_bytes: check_room(self.home, num_bytes, self._free)
-        )
+        work = Workplace(downloads, folder, progress, lambda num_bytes: check_room(self.home, num_bytes, self._free))
         revision = origin.build(work)
-        model = write_manifest(
-            folder, name=origin.name, source=origin.label, revision=revision, progress=progress
-        )
+        model = write_manifest(folder, name=origin.name, source=origin.label, revision=revision, progress=progress)
         if stored is not None:
             remove_tree(place)
             if stored.model_id != model.model_id:
@@ -251,9 +239,7 @@ class ModelStore:
             lock = FileLock(locks / f"{_folder_name(name)}.lock")
             lock.acquire()
         except OSError as error:
-            raise ConfigError(
-                f"the store {self.home} is not writable ({error.strerror}): set FUSION_HOME"
-            ) from error
+            raise ConfigError(f"the store {self.home} is not writable ({error.strerror}): set FUSION_HOME") from error
         try:
             yield
         finally:

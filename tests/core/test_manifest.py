@@ -50,9 +50,7 @@ def content(num_bytes: int, seed: int = 0) -> bytes:
     return hashlib.shake_128(seed.to_bytes(4, "little")).digest(num_bytes)
 
 
-def build(
-    tensors: dict[str, bytes], *, name: str = "tiny", config: bytes = b"{}"
-) -> tuple[Manifest, BlockTable]:
+def build(tensors: dict[str, bytes], *, name: str = "tiny", config: bytes = b"{}") -> tuple[Manifest, BlockTable]:
     builder = ManifestBuilder(name=name, source="local:tiny", revision="", architecture="LlamaForCausalLM")
     for tensor, data in tensors.items():
         builder.add_tensor(tensor, "U8", (len(data),), [data])
@@ -91,16 +89,12 @@ def test_tree_root_equals_recursive_definition(leaves: list[bytes]) -> None:
 
 
 @given(leaf_lists, st.data())
-def test_inclusion_path_leads_to_root_and_no_other_leaf_does(
-    leaves: list[bytes], data: st.DataObject
-) -> None:
+def test_inclusion_path_leads_to_root_and_no_other_leaf_does(leaves: list[bytes], data: st.DataObject) -> None:
     index = data.draw(st.integers(0, len(leaves) - 1))
     joined = b"".join(leaves)
     path = inclusion_path(joined, index)
     assert root_of_path(leaves[index], index, len(leaves), path) == tree_root(joined)
-    assert root_of_path(bytes(32), index, len(leaves), path) != tree_root(joined) or leaves[index] == bytes(
-        32
-    )
+    assert root_of_path(bytes(32), index, len(leaves), path) != tree_root(joined) or leaves[index] == bytes(32)
     assert root_of_path(leaves[index], index, len(leaves), (*path, bytes(32))) is None
     assert root_of_path(leaves[index], len(leaves), len(leaves), path) is None
 
@@ -117,9 +111,7 @@ def test_tree_of_nothing_has_the_empty_root_and_no_paths() -> None:
 def test_builder_hashes_the_same_whatever_the_chunks(seed: bytes, step: int) -> None:
     data = hashlib.shake_128(seed).digest(2 * BLOCK_BYTES + len(seed))
     builder = ManifestBuilder(name="", source="", revision="", architecture="")
-    builder.add_tensor(
-        "t", "U8", (len(data),), [data[i : i + step * 1000] for i in range(0, len(data), step * 1000)]
-    )
+    builder.add_tensor("t", "U8", (len(data),), [data[i : i + step * 1000] for i in range(0, len(data), step * 1000)])
     _, leaves = builder.finish()
     assert leaves == hash_blocks(data)
 

@@ -45,9 +45,7 @@ def tiny_tensors(seed: int = 0) -> dict[str, np.ndarray]:
     }
 
 
-def make_model(
-    folder: Path, *, seed: int = 0, config: dict[str, object] | None = None, shards: int = 1
-) -> Path:
+def make_model(folder: Path, *, seed: int = 0, config: dict[str, object] | None = None, shards: int = 1) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(CONFIG if config is None else config))
     (folder / "tokenizer.json").write_text('{"version": "1.0"}')
@@ -57,9 +55,7 @@ def make_model(
         save_file(tensors, folder / "model.safetensors")
     else:
         for index, name in enumerate(tensors):
-            save_file(
-                {name: tensors[name]}, folder / f"model-{index + 1:05d}-of-{len(tensors):05d}.safetensors"
-            )
+            save_file({name: tensors[name]}, folder / f"model-{index + 1:05d}-of-{len(tensors):05d}.safetensors")
     return folder
 
 
@@ -189,9 +185,7 @@ def test_corrupted_block_is_named_and_nothing_of_the_tensor_is_handed_out(model:
     file.unlink()  # a hard link to the source: write a new file
     file.write_bytes(data)
     seen = []
-    with pytest.raises(
-        StoreCorrupted, match=r"tensor model\.embed_tokens\.weight, block 1 \(bytes 65536 to 131072\)"
-    ):
+    with pytest.raises(StoreCorrupted, match=r"tensor model\.embed_tokens\.weight, block 1 \(bytes 65536 to 131072\)"):
         for name, *_ in model.open_tensors(["model.norm.weight", "model.embed_tokens.weight"]):
             seen.append(name)
     assert seen == ["model.norm.weight"]
@@ -201,9 +195,7 @@ def test_corrupted_block_is_named_and_nothing_of_the_tensor_is_handed_out(model:
 
 def test_changed_config_is_refused(model: StoredModel) -> None:
     (model.path / "config.json").write_text(json.dumps(CONFIG | {"num_hidden_layers": 3}))
-    with pytest.raises(
-        StoreCorrupted, match=r"config\.json does not match the manifest: run `fusion-node models rm"
-    ):
+    with pytest.raises(StoreCorrupted, match=r"config\.json does not match the manifest: run `fusion-node models rm"):
         _ = model.config
 
 
@@ -224,9 +216,7 @@ def test_missing_weight_file_is_refused(store: ModelStore, model: StoredModel) -
         model.tensor_location("model.norm.weight")
 
 
-def test_model_with_damaged_manifest_is_not_listed_but_can_be_removed(
-    store: ModelStore, model: StoredModel
-) -> None:
+def test_model_with_damaged_manifest_is_not_listed_but_can_be_removed(store: ModelStore, model: StoredModel) -> None:
     (model.path / "manifest.json").write_text("{}")
     assert store.list() == []
     with pytest.raises(StoreCorrupted, match="models rm tiny"):
@@ -284,9 +274,7 @@ class Breaks(NoProgress):
             raise KeyboardInterrupt
 
 
-def test_pull_interrupted_anywhere_leaves_nothing_and_can_be_repeated(
-    store: ModelStore, tmp_path: Path
-) -> None:
+def test_pull_interrupted_anywhere_leaves_nothing_and_can_be_repeated(store: ModelStore, tmp_path: Path) -> None:
     source = str(make_model(tmp_path / "tiny"))
     steps = 0
     while True:
@@ -317,9 +305,7 @@ ModelStore(Path(sys.argv[1])).pull(sys.argv[2], progress=Kills())
 
 
 @pytest.mark.parametrize("moment", ["Taking over", "Hashing"])
-def test_pull_killed_leaves_no_lock_and_nothing_listed(
-    store: ModelStore, tmp_path: Path, moment: str
-) -> None:
+def test_pull_killed_leaves_no_lock_and_nothing_listed(store: ModelStore, tmp_path: Path, moment: str) -> None:
     source = str(make_model(tmp_path / "tiny"))
     root = Path(__file__).parents[2]
     command = [sys.executable, "-c", KILLED, str(store.home), source, moment]
@@ -380,16 +366,12 @@ def test_pull_of_a_revision_has_a_name_of_its_own(tmp_path: Path) -> None:
     assert store.find("org/name@refs-pr-1") == model
 
 
-def test_pull_of_changed_folder_is_refused_and_keeps_the_stored_model(
-    store: ModelStore, tmp_path: Path
-) -> None:
+def test_pull_of_changed_folder_is_refused_and_keeps_the_stored_model(store: ModelStore, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "a" / "tiny")
     first = store.pull(str(folder))
     assert store.pull(str(folder)) == first
     assert store.pull("tiny") == first
-    with pytest.raises(
-        ConfigError, match="has changed since it was pulled: run `fusion-node models rm tiny`"
-    ):
+    with pytest.raises(ConfigError, match="has changed since it was pulled: run `fusion-node models rm tiny`"):
         store.pull(str(make_model(tmp_path / "b" / "tiny", seed=1)))
     assert store.find("tiny") == first
 
@@ -415,9 +397,7 @@ def test_pull_without_room_says_how_much_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
-def test_model_that_needs_remote_code_is_refused_before_its_weights_are_fetched(
-    tmp_path: Path, file: str
-) -> None:
+def test_model_that_needs_remote_code_is_refused_before_its_weights_are_fetched(tmp_path: Path, file: str) -> None:
     origin = make_model(tmp_path / "origin")
     (origin / file).write_text(json.dumps(CONFIG | {"auto_map": {"AutoModel": "modeling_x.X"}}))
     hub = FakeHub(origin)
@@ -453,12 +433,8 @@ def test_python_and_pickles_beside_safetensors_are_left_behind(tmp_path: Path) -
     assert sorted(hub.fetched) == ["config.json", "model.safetensors", "tokenizer.json"]
 
 
-@pytest.mark.parametrize(
-    "source", ["../../etc", "org/../x", "org/name/../../x", "/nonexistent", "a b", "", "org/.."]
-)
-def test_source_that_leads_out_of_the_store_is_unknown(
-    store: ModelStore, tmp_path: Path, source: str
-) -> None:
+@pytest.mark.parametrize("source", ["../../etc", "org/../x", "org/name/../../x", "/nonexistent", "a b", "", "org/.."])
+def test_source_that_leads_out_of_the_store_is_unknown(store: ModelStore, tmp_path: Path, source: str) -> None:
     with pytest.raises(FusionError):
         store.pull(source)
     assert not (store.home / "models").exists()
@@ -524,9 +500,7 @@ def test_unsound_safetensors_file_is_refused(tmp_path: Path, data: bytes, messag
 def test_written_safetensors_are_read_by_the_reference_library(tmp_path: Path) -> None:
     path, values = tmp_path / "x.safetensors", np.arange(12, dtype="<f4").reshape(3, 4)
     chunks = iter([values[:2].tobytes(), values[2:].tobytes()])
-    write_safetensors(
-        path, [(TensorSpec("a", "F32", (3, 4)), chunks), (TensorSpec("b", "U8", (0,)), iter(()))]
-    )
+    write_safetensors(path, [(TensorSpec("a", "F32", (3, 4)), chunks), (TensorSpec("b", "U8", (0,)), iter(()))])
     np.testing.assert_array_equal(load_file(path)["a"], values)
     assert read_header(path)["a"].offset % 64 == 0
     with pytest.raises(LocalProtocolError, match="4 of 8 bytes"):
@@ -542,15 +516,11 @@ TOKENS = ["<s>", "</s>", "a", "b", "Ġ", "ab", "1", "2"]
 def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
     """As llama.cpp's converter stores query and key rows (LlamaModel.permute)."""
     return (
-        weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:])
-        .swapaxes(1, 2)
-        .reshape(weight.shape)
+        weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
     )
 
 
-def write_gguf(
-    path: Path, arch: str = "llama", *, extra: dict[str, np.ndarray] | None = None
-) -> dict[str, np.ndarray]:
+def write_gguf(path: Path, arch: str = "llama", *, extra: dict[str, np.ndarray] | None = None) -> dict[str, np.ndarray]:
     """Writes a one-layer model and returns its weights under their Hugging Face names."""
     random = np.random.default_rng(1)
 
@@ -613,9 +583,7 @@ def write_gguf(
         if ".mlp." in name:
             quantised = gguf.quants.quantize(stored, gguf.GGMLQuantizationType.Q8_0)
             writer.add_tensor(f"{names[stem]}.{kind}", quantised, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
-            expected[name] = gguf.quants.dequantize(quantised, gguf.GGMLQuantizationType.Q8_0).astype(
-                np.float16
-            )
+            expected[name] = gguf.quants.dequantize(quantised, gguf.GGMLQuantizationType.Q8_0).astype(np.float16)
         else:
             writer.add_tensor(f"{names[stem]}.{kind}", stored)
     for name, values in (extra or {}).items():
@@ -730,9 +698,7 @@ def test_hub_listing_resolves_the_revision_to_its_commit(monkeypatch: pytest.Mon
             {"rfilename": "config.json", "size": 3},
             {"rfilename": "x.safetensors", "size": 9, "lfs": lfs},
         ]
-        return ModelInfo(
-            id=repo_id, sha="c0ffee", siblings=siblings, private=False, downloads=0, likes=0, tags=[]
-        )
+        return ModelInfo(id=repo_id, sha="c0ffee", siblings=siblings, private=False, downloads=0, likes=0, tags=[])
 
     monkeypatch.setattr(hf.HfApi, "model_info", model_info)
     listing = HuggingFaceHub().describe("org/name", "main")
@@ -740,9 +706,7 @@ def test_hub_listing_resolves_the_revision_to_its_commit(monkeypatch: pytest.Mon
     assert listing.files == {"config.json": HubFile(3, None), "x.safetensors": HubFile(9, "ab")}
 
 
-def test_hub_download_asks_for_the_commit_and_checks_the_hash(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hub_download_asks_for_the_commit_and_checks_the_hash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub as hf
 
     calls = []
