@@ -2,7 +2,8 @@
 
 Guarantees: the hash is SHA-256; a leaf is ``H(0x00 || data)`` and an inner node ``H(0x01 || left || right)``, so that
 no inner node can be passed off as a leaf. A tree of n leaves splits at the largest power of two below n, which is the
-same as pairing neighbours level by level and carrying an odd last node up unchanged. The tree of no leaves is ``H("")``.
+same as pairing neighbours level by level and carrying an odd last node up unchanged. The tree of no leaves is
+``H("")``.
 
 The RFC is followed instead of a rule of our own because its second-preimage argument, its test vectors and independent
 implementations exist. SHA-256 is the fastest secure 256-bit hash of the standard library on processors with SHA
