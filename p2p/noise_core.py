@@ -225,7 +225,8 @@ class Handshake:
 class Sealer:
     """Seals the frames of one direction. Every segment that ``seal`` yields must be sent, in that order."""
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, *, max_segments: int = MAX_SEGMENTS) -> None:
+        self._max_segments = max_segments
         self._encrypt = ChaCha20Poly1305(key).encrypt
         self._counter = 0
 
@@ -251,7 +252,7 @@ class Sealer:
             yield self._seal_one(view[start : start + MAX_SEGMENT_PLAIN_BYTES])
 
     def _seal_one(self, plain: bytes | memoryview) -> bytes:
-        if self._counter >= MAX_SEGMENTS:
+        if self._counter >= self._max_segments:
             raise LinkRefused(LinkRefusal.OVERSIZED, "the link has carried as much as one key may: open a new link")
         sealed = self._encrypt(_NONCE.pack(self._counter), plain, None)
         self._counter += 1
@@ -264,7 +265,8 @@ class Opener:
     States: between frames, or within a frame of known length; dead after the first segment that is refused.
     """
 
-    def __init__(self, key: bytes) -> None:
+    def __init__(self, key: bytes, *, max_segments: int = MAX_SEGMENTS) -> None:
+        self._max_segments = max_segments
         aead = ChaCha20Poly1305(key)
         self._decrypt = aead.decrypt
         self._decrypt_into = aead.decrypt_into
@@ -282,7 +284,7 @@ class Opener:
         if self._failure is not None:
             raise self._failure
         try:
-            if len(segment) > MAX_SEGMENT_BYTES or self._counter >= MAX_SEGMENTS:
+            if len(segment) > MAX_SEGMENT_BYTES or self._counter >= self._max_segments:
                 raise LinkRefused(LinkRefusal.OVERSIZED, f"segment {self._counter} of {len(segment)} bytes")
             if self._frame is not None:
                 return self._next(self._frame, segment)

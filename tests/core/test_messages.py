@@ -1,0 +1,181 @@
+"""The messages of the data plane: known answers, limits, and bytes from strangers."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusion_node.wire import WireError, encode_header
+from p2p.messages import (
+    MAX_NODES_PER_STEP,
+    AnyMessage,
+    Ping,
+    SessionRefused,
+    StatusReply,
+    Step,
+    StepResult,
+    TensorMeta,
+    decode_message,
+    encode_message,
+)
+from tests.vectors.make_data_plane import MESSAGES
+
+VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "data_plane.json").read_text())
+SESSION = bytes(16)
+
+
+def step(**changes: object) -> Step:
+    fields = {
+        "session": SESSION,
+        "epoch": 0,
+        "sequence": 0,
+        "first_node": 5,
+        "parent": 4,
+        "parents": (),
+        "advance": 0,
+        "want": (5, 6),
+        "tensor": TensorMeta("f32", 2, 1),
+        "timings": (),
+    }
+    return Step(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+def decode(message: AnyMessage, payload: bytes = bytes(8)) -> tuple[AnyMessage, memoryview]:
+    return decode_message(encode_message(message) + payload)
+
+
+def test_every_message_has_a_vector_and_matches_it() -> None:
+    assert {type(message) for message, _ in MESSAGES} == set(get_args(AnyMessage))
+    for (message, payload), vector in zip(MESSAGES, VECTORS["messages"], strict=True):
+        frame = bytes.fromhex(vector["frame"])
+        assert encode_message(message) + payload == frame
+        assert decode_message(frame) == (message, payload)
+
+
+def test_chain_and_tree_are_accepted() -> None:
+    assert decode(step())[0] == step()
+    tree = step(parent=0, parents=(4, 5))
+    assert decode(tree)[0] == tree
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"tensor": TensorMeta("f32", 0, 1)}, "payload|without rows"),
+        ({"tensor": TensorMeta("f32", 3, 1)}, "payload has 8 bytes"),
+        ({"tensor": TensorMeta("int7", 2, 1)}, "encoding"),
+        ({"tensor": TensorMeta("", 2, 1)}, "encoding"),
+        ({"parents": (4,)}, "one parent per node"),
+        ({"parents": (4, 5, 6)}, "one parent per node"),
+        ({"parents": (4, 6)}, "hangs on itself"),
+        ({"parents": (5, 5)}, "hangs on itself"),
+        ({"parent": 5}, "hangs on itself"),
+        ({"first_node": 0}, "out of range"),
+        ({"first_node": 2**32 - 1}, "out of range"),
+        ({"want": (7,)}, "wanted row"),
+        ({"want": (4,)}, "wanted row"),
+    ],
+)
+def test_inconsistent_step_is_refused(changes: dict[str, object], what: str) -> None:
+    with pytest.raises(WireError, match=what):
+        decode(step(**changes))
+
+
+def test_step_without_rows_is_refused() -> None:
+    with pytest.raises(WireError, match="without rows"):
+        decode(step(tensor=TensorMeta("f32", 0, 1), want=()), b"")
+
+
+def test_result_needs_a_row_per_node() -> None:
+    with pytest.raises(WireError, match="one row per node"):
+        decode(StepResult(SESSION, 0, 0, (1,), TensorMeta("f32", 2, 1), ()))
+
+
+def test_payload_where_none_belongs_is_refused() -> None:
+    with pytest.raises(WireError, match="none belongs"):
+        decode(Ping(1), b"x")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_counter_that_is_not_finite_is_refused(value: float) -> None:
+    with pytest.raises(WireError, match="finite"):
+        decode(StatusReply(1, b"", {"x": value}), b"")
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Ping(2**32),
+        Ping(-1),
+        SessionRefused(SESSION, 0, 128, "code", ""),
+        SessionRefused(SESSION, 0, 0, "c" * 33, ""),
+        SessionRefused(SESSION, 0, 0, "code", "r" * 513),
+        SessionRefused(bytes(15), 0, 0, "code", ""),
+        StatusReply(1, bytes(16 * 1024 + 1), {}),
+        StatusReply(1, b"", {str(n): 0.0 for n in range(129)}),
+        StatusReply(1, b"", {"n" * 65: 0.0}),
+    ],
+)
+def test_field_beyond_its_limit_is_refused(message: AnyMessage) -> None:
+    with pytest.raises(WireError):
+        decode(message, b"")
+
+
+def test_step_of_the_largest_tree_is_accepted_and_one_more_node_refused() -> None:
+    for num_nodes, fits in ((MAX_NODES_PER_STEP, True), (MAX_NODES_PER_STEP + 1, False)):
+        first = 2**32 - num_nodes - 1
+        largest = step(
+            first_node=first,
+            parents=tuple(range(first - 1, first + num_nodes - 1)),
+            want=tuple(range(first, first + num_nodes)),
+            tensor=TensorMeta("f16", num_nodes, 1),
+        )
+        if fits:
+            assert decode(largest, bytes(2 * num_nodes))[0] == largest
+        else:
+            with pytest.raises(WireError):
+                decode(largest, bytes(2 * num_nodes))
+
+
+def test_unknown_tag_is_refused_and_further_fields_of_a_known_one_are_not() -> None:
+    with pytest.raises(WireError):
+        decode_message(encode_header(["hello", 1]))
+    assert decode_message(encode_header(["ping", 1, "from a later version"]))[0] == Ping(1)
+
+
+@given(data=st.binary(max_size=400))
+def test_random_bytes_decode_or_are_refused(data: bytes) -> None:
+    for frame in (data, len(data).to_bytes(4, "little") + data):
+        with contextlib.suppress(WireError):
+            decode_message(frame)
+
+
+@given(
+    which=st.integers(0, len(MESSAGES) - 1),
+    changes=st.lists(st.tuples(st.integers(0, 10_000), st.integers(0, 255)), min_size=1, max_size=6),
+    cut=st.integers(0, 8),
+)
+def test_mutated_frames_decode_or_are_refused(which: int, changes: list[tuple[int, int]], cut: int) -> None:
+    message, payload = MESSAGES[which]
+    frame = bytearray(encode_message(message) + payload)
+    for place, value in changes:
+        frame[place % len(frame)] = value
+    try:
+        decoded, _ = decode_message(frame[: len(frame) - cut])
+    except WireError:
+        return
+    assert isinstance(decoded, get_args(AnyMessage))
+
+
+@given(value=st.recursive(st.none() | st.integers(0, 2**32) | st.text(max_size=5) | st.binary(max_size=20), st.lists))
+def test_other_msgpack_is_refused(value: object) -> None:
+    body = msgspec.msgpack.encode(value)
+    with contextlib.suppress(WireError):
+        decode_message(len(body).to_bytes(4, "little") + body)

@@ -1,0 +1,208 @@
+"""Signed records and plans: who may say what, for how long, and how a table of them holds against liars."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusion_node.types import UnixS
+from fusion_node.wire import SignedEnvelope
+from p2p.identity import Identity
+from p2p.records import (
+    MAX_CLOCK_SKEW_S,
+    MAX_PLAN_BYTES,
+    MAX_RECORD_BYTES,
+    NodeRecord,
+    Plan,
+    RecordTable,
+    Refusal,
+    open_plan,
+    open_record,
+    sign_plan,
+    sign_record,
+)
+from tests.vectors.make_data_plane import INITIATOR, NOW, PLAN, RECORD, RESPONDER
+
+VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "data_plane.json").read_text())
+YEAR_S = 365 * 24 * 3600.0
+
+
+def record(**changes: Any) -> bytes:
+    return sign_record(msgspec.structs.replace(RECORD, **changes), INITIATOR)
+
+
+def plan(**changes: Any) -> bytes:
+    return sign_plan(msgspec.structs.replace(PLAN, **changes), RESPONDER)
+
+
+def later(seconds: float) -> UnixS:
+    return UnixS(NOW + seconds)
+
+
+def test_record_and_plan_match_the_vectors() -> None:
+    for name, signed, opened, value in (
+        ("record", sign_record(RECORD, INITIATOR), open_record, RECORD),
+        ("plan", sign_plan(PLAN, RESPONDER), open_plan, PLAN),
+    ):
+        vector = VECTORS[name]
+        assert signed.hex() == vector["envelope"]
+        assert opened(bytes.fromhex(vector["envelope"]), now=UnixS(vector["opened_at"])) == value
+
+
+REFUSED_RECORDS = [
+    (sign_record(RECORD, RESPONDER), Refusal.WRONG_KEY),
+    (record(expires_at=NOW + 0.5), Refusal.EXPIRED),
+    (record(expires_at=NOW - 5), Refusal.EXPIRED),
+    (record(issued_at=NOW + MAX_CLOCK_SKEW_S + 2, expires_at=NOW + 60), Refusal.FUTURE_DATED),
+    (record(expires_at=NOW + 10 * YEAR_S), Refusal.LIFETIME_TOO_LONG),
+    (record(issued_at=NOW + 10 * YEAR_S, expires_at=NOW + 10 * YEAR_S + 60), Refusal.FUTURE_DATED),
+    (record(version=2), Refusal.WRONG_VERSION),
+    (record(software="x" * MAX_RECORD_BYTES), Refusal.OVERSIZED),
+    (record(software="x" * 97), Refusal.MALFORMED),
+    (record(shards=RECORD.shards * 33), Refusal.MALFORMED),
+    (record(shards=(msgspec.structs.replace(RECORD.shards[0], start=10),)), Refusal.MALFORMED),
+    (record(shards=(msgspec.structs.replace(RECORD.shards[0], stop=31),)), Refusal.MALFORMED),
+    (record(peer="x" * 52), Refusal.WRONG_KEY),
+    (record(expires_at=float("nan")), Refusal.MALFORMED),
+    (record(issued_at=float("nan")), Refusal.MALFORMED),
+    (record(expires_at=float("inf")), Refusal.MALFORMED),
+    (b"", Refusal.MALFORMED),
+    (b"\x92\xc4\x00\xc4\x00", Refusal.MALFORMED),
+]
+
+
+@pytest.mark.parametrize(("envelope", "why"), REFUSED_RECORDS)
+def test_record_that_breaks_a_rule_is_refused_and_counted(envelope: bytes, why: Refusal) -> None:
+    table = RecordTable()
+    assert table.receive(envelope, now=later(1)) is why
+    assert table.refused == {why: 1}
+    assert table.live(now=later(1)) == []
+
+
+@pytest.mark.parametrize(
+    ("envelope", "why"),
+    [
+        (sign_plan(PLAN, INITIATOR), Refusal.WRONG_KEY),
+        (plan(expires_at=NOW + 0.5), Refusal.EXPIRED),
+        (plan(issued_at=NOW + 60, expires_at=NOW + 120), Refusal.FUTURE_DATED),
+        (plan(expires_at=NOW + 25 * 3600), Refusal.LIFETIME_TOO_LONG),
+        (plan(version=0), Refusal.WRONG_VERSION),
+        (plan(stages=()), Refusal.MALFORMED),
+        (plan(stages=PLAN.stages[::-1]), Refusal.MALFORMED),
+        (plan(session=b"short"), Refusal.MALFORMED),
+        (plan(max_positions=0), Refusal.MALFORMED),
+        (plan(numerics="x" * MAX_PLAN_BYTES), Refusal.OVERSIZED),
+    ],
+)
+def test_plan_that_breaks_a_rule_is_refused(envelope: bytes, why: Refusal) -> None:
+    assert open_plan(envelope, now=later(1)) is why
+
+
+def test_a_record_cannot_be_shown_as_a_plan_nor_a_plan_as_a_record() -> None:
+    body = msgspec.msgpack.encode(PLAN)
+    as_record = msgspec.msgpack.encode(SignedEnvelope(body, RESPONDER.sign(b"fusion-node/record/1:", body)))
+    assert open_plan(as_record, now=later(1)) is Refusal.WRONG_KEY
+    assert isinstance(open_record(sign_plan(PLAN, RESPONDER), now=later(1)), Refusal)
+
+
+def test_replayed_record_is_refused_and_an_identical_copy_changes_nothing() -> None:
+    table = RecordTable()
+    older, newer = record(sequence=7), record(sequence=8)
+    assert isinstance(table.receive(newer, now=later(1)), NodeRecord)
+    assert isinstance(table.receive(newer, now=later(1)), NodeRecord)
+    assert table.receive(older, now=later(1)) is Refusal.REPLAYED
+    assert table.receive(record(sequence=8, num_sessions=9), now=later(1)) is Refusal.REPLAYED
+    assert table.refused == {Refusal.REPLAYED: 2}
+    assert [r.sequence for r in table.live(now=later(1))] == [8]
+    assert table.envelope_of(INITIATOR.peer_id, now=later(1)) == newer
+
+
+def test_no_write_can_silence_a_peer_for_longer_than_a_lifetime() -> None:
+    """What unsigned records with free expiry allow: one write that outranks the victim for ten years."""
+    table = RecordTable()
+    assert (
+        table.receive(record(sequence=2**53, expires_at=NOW + 10 * YEAR_S), now=later(1)) is Refusal.LIFETIME_TOO_LONG
+    )
+    assert isinstance(table.receive(record(sequence=1), now=later(1)), NodeRecord)
+    assert isinstance(table.receive(record(sequence=2**53), now=later(1)), NodeRecord)
+    table.expire(now=later(200))
+    honest = record(sequence=2, issued_at=NOW + 200, expires_at=NOW + 260)
+    assert isinstance(table.receive(honest, now=later(201)), NodeRecord)
+
+
+def test_expired_record_is_neither_live_nor_passed_on() -> None:
+    table = RecordTable()
+    table.receive(record(), now=later(1))
+    assert table.live(now=later(91)) == []
+    assert table.envelope_of(INITIATOR.peer_id, now=later(91)) is None
+    assert table.expire(now=later(91)) == [INITIATOR.peer_id]
+    assert table.expire(now=later(91)) == []
+
+
+def test_full_table_drops_what_expires_first() -> None:
+    table = RecordTable(max_records=3)
+    identities = [Identity.from_seed(bytes([n]) * 32) for n in range(5)]
+    for n, identity in enumerate(identities):
+        envelope = sign_record(
+            msgspec.structs.replace(RECORD, peer=identity.peer_id, expires_at=NOW + 60 + n), identity
+        )
+        assert isinstance(table.receive(envelope, now=later(1)), NodeRecord)
+    assert {r.peer for r in table.live(now=later(1))} == {identity.peer_id for identity in identities[2:]}
+
+
+def test_full_table_drops_the_expired_before_the_living() -> None:
+    table = RecordTable(max_records=2)
+    table.receive(record(), now=later(1))
+    for n in (1, 2):
+        identity = Identity.from_seed(bytes([n]) * 32)
+        body = msgspec.structs.replace(RECORD, peer=identity.peer_id, issued_at=NOW + 90, expires_at=NOW + 150)
+        table.receive(sign_record(body, identity), now=later(100))
+    assert len(table.live(now=later(100))) == 2
+
+
+@given(data=st.binary(max_size=400))
+def test_random_bytes_are_refused(data: bytes) -> None:
+    assert isinstance(open_record(data, now=later(1)), Refusal)
+    assert isinstance(open_plan(data, now=later(1)), Refusal)
+
+
+@given(
+    changes=st.lists(st.tuples(st.integers(0, 10_000), st.integers(1, 255)), min_size=1, max_size=6),
+    cut=st.integers(0, 4),
+)
+def test_mutated_envelopes_are_refused(changes: list[tuple[int, int]], cut: int) -> None:
+    for envelope, opened in ((record(), open_record), (plan(), open_plan)):
+        mutated = bytearray(envelope)
+        for place, difference in changes:
+            mutated[place % len(mutated)] ^= difference
+        data = bytes(mutated[: len(mutated) - cut])
+        if data != envelope:
+            assert isinstance(opened(data, now=later(1)), Refusal)
+
+
+@given(
+    kind=st.sampled_from([NodeRecord, Plan]),
+    which=st.integers(0, 12),
+    value=st.recursive(
+        st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=60) | st.binary(),
+        lambda inner: st.lists(inner, max_size=3),
+    ),
+)
+def test_any_value_in_any_field_with_a_valid_signature_is_handled(kind: Any, which: int, value: object) -> None:
+    """A peer signs nonsense about itself: the answer is a value, never an exception."""
+    base, identity, domain, opened = (
+        (RECORD, INITIATOR, b"fusion-node/record/1:", open_record)
+        if kind is NodeRecord
+        else (PLAN, RESPONDER, b"fusion-node/plan/1:", open_plan)
+    )
+    fields = msgspec.to_builtins(base, builtin_types=(bytes,))
+    fields[which % len(fields)] = value
+    body = msgspec.msgpack.encode(fields)
+    envelope = msgspec.msgpack.encode(SignedEnvelope(body, identity.sign(domain, body)))
+    assert isinstance(opened(envelope, now=later(1)), Refusal | NodeRecord | Plan)

@@ -1,0 +1,185 @@
+"""Makes ``data_plane.json``: known answers of the data plane, for this and for other implementations.
+
+    python tests/vectors/make_data_plane.py
+
+All keys are fixed; Ed25519 signatures are deterministic, so the file is the same on every machine. Change it only
+together with PROTOCOL_VERSION. Bytes are hexadecimal.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from fusion_node.types import UnixS
+from p2p.identity import Identity
+from p2p.messages import (
+    AnyMessage,
+    CloseSession,
+    Goodbye,
+    OpenSession,
+    Ping,
+    Pong,
+    SessionClosed,
+    SessionFailed,
+    SessionOpened,
+    SessionRefused,
+    StageTiming,
+    StatusReply,
+    StatusRequest,
+    Step,
+    StepResult,
+    TensorMeta,
+    encode_message,
+)
+from p2p.noise_core import Handshake, Sealer
+from p2p.records import (
+    PROTOCOL_VERSION,
+    NodeRecord,
+    Plan,
+    PlanStage,
+    ShardRecord,
+    sign_plan,
+    sign_record,
+)
+
+PATH = Path(__file__).with_name("data_plane.json")
+NOW = UnixS(1_800_000_000.0)
+
+INITIATOR, RESPONDER = Identity.from_seed(bytes(range(32))), Identity.from_seed(bytes(range(32, 64)))
+STATIC = {"initiator": bytes([1]) * 32, "responder": bytes([2]) * 32}
+EPHEMERAL = {"initiator": bytes([3]) * 32, "responder": bytes([4]) * 32}
+SESSION = bytes(range(16))
+
+RECORD = NodeRecord(
+    version=PROTOCOL_VERSION,
+    peer=INITIATOR.peer_id,
+    sequence=7,
+    issued_at=NOW,
+    expires_at=NOW + 90.0,
+    data_addresses=("192.0.2.1:4001",),
+    libp2p_addresses=("/ip4/192.0.2.1/tcp/4002",),
+    device="cpu",
+    memory_free_bytes=8 * 2**30,
+    shards=(
+        ShardRecord(
+            model_id="ab" * 32,
+            model_name="smollm2-135m",
+            start=0,
+            stop=10,
+            num_layers=30,
+            numerics="f32",
+            seconds_per_layer=0.003,
+            kv_free_tokens=4096,
+        ),
+    ),
+    num_sessions=1,
+    software="fusion-node/0.1.0",
+)
+PLAN = Plan(
+    version=PROTOCOL_VERSION,
+    user=RESPONDER.peer_id,
+    session=SESSION,
+    epoch=0,
+    model_id="ab" * 32,
+    numerics="f32",
+    max_positions=2048,
+    issued_at=NOW,
+    expires_at=NOW + 3600.0,
+    stages=(
+        PlanStage(INITIATOR.peer_id, 0, 10, ("192.0.2.1:4001",)),
+        PlanStage(RESPONDER.peer_id, 10, 30, ("192.0.2.2:4001", "[2001:db8::1]:4001")),
+    ),
+)
+MESSAGES: tuple[tuple[AnyMessage, bytes], ...] = (
+    (Ping(1), b""),
+    (Pong(1), b""),
+    (StatusRequest(2), b""),
+    (StatusReply(2, b"record", {"sessions": 1.0}), b""),
+    (OpenSession(SESSION, 0, 1, b"plan"), b""),
+    (SessionOpened(SESSION, 0, 1, 30.0), b""),
+    (SessionRefused(SESSION, 0, 1, "no-memory", "no KV left"), b""),
+    (
+        Step(SESSION, 0, 3, 5, 4, (), 0, (6,), TensorMeta("f32", 2, 2), (StageTiming(10, 20),)),
+        bytes(range(16)),
+    ),
+    (Step(SESSION, 0, 4, 7, 0, (6, 7, 7), 6, (7, 8, 9), TensorMeta("f16", 3, 2), ()), bytes(range(12))),
+    (StepResult(SESSION, 0, 3, (6,), TensorMeta("bf16", 1, 4), ()), bytes(range(8))),
+    (SessionFailed(SESSION, 0, 1, "peer", "the next stage is gone", RESPONDER.peer_id), b""),
+    (CloseSession(SESSION, 0), b""),
+    (SessionClosed(SESSION, 0), b""),
+    (Goodbye("draining"), b""),
+)
+
+
+def handshake() -> tuple[Handshake, Handshake, list[bytes]]:
+    """Both sides after a handshake with fixed keys, and the three messages."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # noiseprotocol warns, rightly, of an ephemeral key that is handed in
+        ours, theirs = (
+            Handshake(
+                identity,
+                initiator=role == "initiator",
+                static_private=STATIC[role],
+                ephemeral_private=EPHEMERAL[role],
+            )
+            for role, identity in (("initiator", INITIATOR), ("responder", RESPONDER))
+        )
+    first = ours.start()
+    second = theirs.receive(first)
+    third = ours.receive(second)
+    theirs.receive(third)
+    return ours, theirs, [first, second, third]
+
+
+def vectors() -> dict[str, Any]:
+    """The content of the file."""
+    ours, _, messages = handshake()
+    assert ours.keys is not None
+    sealer = Sealer(ours.keys.sending_key)
+    return {
+        "protocol_version": PROTOCOL_VERSION,
+        "identities": [
+            {"seed": identity.seed.hex(), "peer_id": identity.peer_id} for identity in (INITIATOR, RESPONDER)
+        ],
+        "handshake": {
+            "static_private": {role: key.hex() for role, key in STATIC.items()},
+            "ephemeral_private": {role: key.hex() for role, key in EPHEMERAL.items()},
+            "messages": [message.hex() for message in messages],
+            "initiator_sending_key": ours.keys.sending_key.hex(),
+            "initiator_receiving_key": ours.keys.receiving_key.hex(),
+        },
+        "sealed": [
+            {"frame": (head + payload).hex(), "segments": [segment.hex() for segment in sealer.seal(head, payload)]}
+            for head, payload in ((encode_message(message), payload) for message, payload in MESSAGES[:3])
+        ],
+        "messages": [
+            {
+                "type": type(message).__name__,
+                "fields": _plain(message),
+                "frame": (encode_message(message) + payload).hex(),
+            }
+            for message, payload in MESSAGES
+        ],
+        "record": {"opened_at": NOW + 1, "envelope": sign_record(RECORD, INITIATOR).hex(), "fields": _plain(RECORD)},
+        "plan": {"opened_at": NOW + 1, "envelope": sign_plan(PLAN, RESPONDER).hex(), "fields": _plain(PLAN)},
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Structs as objects with field names, bytes as hexadecimal."""
+    if isinstance(value, msgspec.Struct):
+        return {name: _plain(getattr(value, name)) for name in value.__struct_fields__}
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value
+
+
+if __name__ == "__main__":
+    PATH.write_text(json.dumps(vectors(), indent=1) + "\n")
