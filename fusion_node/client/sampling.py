@@ -1,8 +1,8 @@
 """Choosing the next token, on the user's side only.
 
 The token is the arg max of the processed log-probabilities plus Gumbel noise, which draws from exactly the softmax
-distribution (the Gumbel-max trick). The noise is a function of (seed, position) and nothing else, so for a given seed the
-text is the same whatever the timing, the nodes or the number of attempts.
+distribution (the Gumbel-max trick). The noise is a function of (seed, position) and nothing else, so for a given seed
+the text is the same whatever the timing, the nodes or the number of attempts.
 
 Shapes: V vocabulary.
 """

@@ -45,10 +45,9 @@ class TextStream:
             return ""
         before = self._decode(self._tokens[self._window_start : self._window_end])
         rest = self._decode(self._tokens[self._window_start :])[len(before) :]
-        piece = self._release(rest)
-        if self.stopped_by is not None:
-            return piece
-        piece, self._held = piece + self._held, ""
+        # Nothing can follow, so what only might have become a stop string is text; after a stop, nothing is held.
+        piece = self._release(rest) + self._held
+        self._held = ""
         return piece
 
     def _release(self, text: str) -> str:

@@ -20,6 +20,7 @@ class SessionKV:
         self,
         *,
         num_layers: int,
+        first_layer: int = 0,
         num_kv_heads: int,
         head_dim: int,
         max_positions: int,
@@ -27,6 +28,7 @@ class SessionKV:
         device: torch.device,
     ) -> None:
         self.max_positions = max_positions
+        self._first_layer = first_layer
         self._layout = (num_layers, 2, num_kv_heads, head_dim)
         self._kv_L2KCH = torch.empty(
             (num_layers, 2, num_kv_heads, min(_FIRST_CAPACITY, max_positions), head_dim), dtype=dtype, device=device
@@ -59,7 +61,7 @@ class SessionKV:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes the new keys and values and returns all in use, ``[1, K, S, H]`` each, as views."""
         stop = first_slot + key_1KTH.shape[2]
-        kv_2KCH = self._kv_L2KCH[layer]
+        kv_2KCH = self._kv_L2KCH[layer - self._first_layer]
         kv_2KCH[0, :, first_slot:stop] = key_1KTH[0]
         kv_2KCH[1, :, first_slot:stop] = value_1KTH[0]
         kv_2KSH = kv_2KCH[:, :, :stop]

@@ -19,7 +19,7 @@ from fusion_node.engine.kv_cache import SessionKV
 from fusion_node.engine.numerics import NumericsClass
 from fusion_node.engine.session_log_core import StepRows
 from fusion_node.engine.weights import OnTensor, TensorSource, assign_weights, load_config
-from fusion_node.errors import ResourceExhausted
+from fusion_node.errors import InvalidLayers, ResourceExhausted
 from fusion_node.types import LayerRange
 
 
@@ -44,6 +44,7 @@ class Stage:
         numerics: NumericsClass,
         device: torch.device,
         num_weight_bytes: int,
+        first_kv_layer: int = 0,
     ) -> None:
         self._model = model
         self._config = config
@@ -52,6 +53,8 @@ class Stage:
         self.device = device
         self.num_weight_bytes = num_weight_bytes
         self.hidden_size: int = config.hidden_size
+        # What the first layer's attention module calls itself; not 0 in a part of a stage.
+        self._first_kv_layer = first_kv_layer
         self._num_kv_heads: int = config.num_key_value_heads
         self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
@@ -97,6 +100,35 @@ class Stage:
         model.eval()
         return cls(model, config=config, layers=layers, numerics=numerics, device=device, num_weight_bytes=num_bytes)
 
+    def part(self, layers: LayerRange) -> Stage:
+        """A stage of some of these layers, sharing their weights: a node can be entered and left at any layer it holds.
+
+        Raises:
+            InvalidLayers: the range is not within this stage's.
+        """
+        if layers == self.layers:
+            return self
+        if layers.start < self.layers.start or layers.stop > self.layers.stop:
+            raise InvalidLayers(f"layers {layers} are not within {self.layers}")
+        inner = LayerRange(layers.start - self.layers.start, layers.stop - self.layers.start)
+        # A shallow copy of the module with its own table of children; the layers themselves are the same objects.
+        model = copy.copy(self._model)
+        model._modules = dict(self._model._modules)
+        model.layers = torch.nn.ModuleList(
+            list(self._model.get_submodule("layers").children())[inner.start : inner.stop]
+        )
+        config = config_of_range(self._config, inner)
+        model.config = config
+        return Stage(
+            model,
+            config=config,
+            layers=layers,
+            numerics=self.numerics,
+            device=self.device,
+            num_weight_bytes=self.num_weight_bytes * len(layers) // len(self.layers),
+            first_kv_layer=inner.start + self._first_kv_layer,
+        )
+
     @property
     def kv_bytes_per_position(self) -> int:
         """KV bytes that one position of one session takes on this stage."""
@@ -106,6 +138,7 @@ class Stage:
         """An empty KV cache for one session."""
         return SessionKV(
             num_layers=len(self.layers),
+            first_layer=self._first_kv_layer,
             num_kv_heads=self._num_kv_heads,
             head_dim=self._head_dim,
             max_positions=max_positions,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
@@ -67,8 +66,8 @@ def assign_weights(
 ) -> int:
     """Gives every parameter of ``module`` (on the meta device) its tensor from the store.
 
-    On the CPU in the stored type the parameter *is* the file, mapped read-only: no copy is made, and the kernel may
-    drop the pages when memory is short.
+    On the CPU in the stored type the parameter *is* the file, mapped: no copy is made, and the kernel may drop the
+    pages when memory is short.
 
     Args:
         rename: from the module's parameter name to the name in the store.
@@ -90,10 +89,7 @@ def assign_weights(
                 f"tensor {stored_name} of {model.name} is {stored_dtype} {shape}, "
                 f"but its configuration needs {expected}"
             )
-        with warnings.catch_warnings():
-            # The mapping is read-only and so are weights; torch has no read-only tensors and warns of it.
-            warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            tensor = torch.frombuffer(data, dtype=_SAFETENSORS_DTYPES[stored_dtype]).view(shape)
+        tensor = torch.frombuffer(data, dtype=_SAFETENSORS_DTYPES[stored_dtype]).view(shape)
         tensor = tensor.to(device=device, dtype=dtype)
         setattr(owner, leaf, torch.nn.Parameter(tensor, requires_grad=False))
         num_bytes += tensor.nbytes

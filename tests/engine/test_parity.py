@@ -138,3 +138,20 @@ def test_unsupported_architecture_is_refused_before_any_weight_with_the_list() -
     other = TinyModel(model.path, model.name, {**model.config, "model_type": "gpt2"}, torch.nn.Module())
     with pytest.raises(ConfigError, match="llama, mistral"):
         Stage.load(other, LayerRange(0, 1), numerics=FP32, device=CPU)
+
+
+def test_a_part_of_a_stage_computes_only_its_layers() -> None:
+    model = tiny_model("qwen3")
+    pipe = Pipeline(model, cuts=(0, 2, 7))
+    whole = Stage.load(model, LayerRange(0, 7), numerics=FP32, device=CPU)
+    pipe.stages = [
+        whole.part(LayerRange(0, 3)),
+        whole.part(LayerRange(3, 7)).part(LayerRange(3, 6)),
+        pipe.stages[1].part(LayerRange(6, 7)),
+    ]
+    seq = pipe.session()
+    pipe.step((seq, [5, 6, 7], [0, 1, 2], 3))
+    (logits,) = pipe.step((seq, [9], [3], 4))
+    close(logits[-1], pipe.reference([5, 6, 7, 9]))
+    with pytest.raises(InvalidLayers, match="not within"):
+        pipe.stages[1].part(LayerRange(2, 5))

@@ -1,0 +1,78 @@
+"""``fusion-node join``: serve layers of a model until told to stop."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import structlog
+import typer
+
+from fusion_node.cli.logs import LogFormat, configure_logs
+from fusion_node.cli.options import Home, Mdns, Model, Numerics, Peers, Threads
+from fusion_node.daemon.config import DEFAULT_LISTEN, NodeConfig
+from fusion_node.types import LayerRange
+
+if TYPE_CHECKING:
+    from fusion_node.daemon.node import ReadyNode
+
+
+def join(
+    model: Model,
+    layers: Annotated[
+        str | None,
+        typer.Option(metavar="START:STOP", help="Layers to serve; the whole model, or what fits, if not given."),
+    ] = None,
+    peer: Peers = None,
+    listen: Annotated[
+        str,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where to listen. The default serves this machine only; 0.0.0.0:4600 serves everybody. "
+            "The data plane takes the next port.",
+        ),
+    ] = DEFAULT_LISTEN,
+    identity: Annotated[Path | None, typer.Option(help="Key file; made if absent.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
+    numerics: Numerics = "fp32",
+    threads: Threads = None,
+    kv_memory: Annotated[
+        int | None, typer.Option(metavar="MIB", min=1, help="Memory for all sessions' KV; a quarter of what is free.")
+    ] = None,
+    operator: Annotated[str, typer.Option(help="A name under which you want to be known.")] = "",
+    mdns: Mdns = True,
+    home: Home = None,
+    log_format: Annotated[LogFormat, typer.Option(help="auto is pretty on a terminal.")] = LogFormat.AUTO,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
+) -> None:
+    """Serve layers of MODEL: load them, listen, announce, and answer until Ctrl-C."""
+    configure_logs(log_format, verbose=verbose)
+    config = NodeConfig(
+        model=model,
+        layers=None if layers is None else LayerRange.parse(layers),
+        peers=tuple(peer or ()),
+        listen=listen,
+        home=home,
+        identity_path=identity,
+        device=device,
+        numerics=numerics,
+        threads=threads,
+        kv_memory_bytes=None if kv_memory is None else kv_memory * 2**20,
+        mdns=mdns,
+        operator=operator,
+    )
+    from fusion_node.daemon.node import run_node
+
+    asyncio.run(run_node(config, on_ready=_tell))
+
+
+def _tell(node: ReadyNode) -> None:
+    structlog.get_logger(__name__).info(
+        "ready",
+        peer=node.peer,
+        layers=str(node.layers),
+        data=list(node.data_addresses),
+        addresses=list(node.addresses),
+        invite=node.invite,
+    )

@@ -1,0 +1,65 @@
+"""``fusion-node``: the command line. Commands import what is heavy only when they run, so that --help is quick."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+
+import fusion_node
+from fusion_node.cli.join import join
+from fusion_node.cli.models import models_app
+from fusion_node.cli.talk import chat, generate
+from fusion_node.errors import FusionError
+
+app = typer.Typer(
+    name="fusion-node",
+    help="Serve a part of a large open-weight model, and use a swarm of such parts as one model.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.add_typer(models_app, name="models")
+app.command()(join)
+app.command()(generate)
+app.command()(chat)
+
+
+@app.callback(invoke_without_command=True)
+def root(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+) -> None:
+    if version:
+        print(f"fusion-node {fusion_node.__version__}")
+        raise typer.Exit
+
+
+def main() -> None:
+    """Entry point. Every error that the program understands is one line and has its own exit status."""
+    try:
+        app()
+    except FusionError as error:
+        _end(f"error: {error}", error.exit_code)
+    except BrokenPipeError:
+        # Whoever read our output has enough of it, as `head` does.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except KeyboardInterrupt:
+        _end("interrupted", 130)
+    except Exception as error:
+        if os.environ.get("FUSION_DEBUG"):
+            raise
+        _end(
+            f"error: unexpected {type(error).__name__}: {error} (set FUSION_DEBUG=1 for details; please report it)", 70
+        )
+
+
+def _end(message: str, status: int) -> None:
+    print(message, file=sys.stderr)
+    sys.exit(status)
+
+
+if __name__ == "__main__":
+    main()

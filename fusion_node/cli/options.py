@@ -1,0 +1,54 @@
+"""Options that several commands share, so that each means the same everywhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fusion_node.client.sampling import SamplingParams
+
+Peers = Annotated[
+    list[str] | None,
+    typer.Option("--peer", metavar="ADDR|INVITE", help="A node of the swarm to enter by. May be repeated."),
+]
+Mdns = Annotated[bool, typer.Option("--mdns/--no-mdns", help="Look for nodes on the local network.")]
+Home = Annotated[
+    Path | None, typer.Option("--home", envvar="FUSION_HOME", help="Folder of the model store and the identity.")
+]
+Numerics = Annotated[str, typer.Option(help="Numerics class: fp32, bf16 or fp16.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Threads to compute with; torch's own choice if not given.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Name or id of a model in the store.")]
+MaxTokens = Annotated[int, typer.Option(help="Longest answer, in tokens.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopP = Annotated[float, typer.Option(help="Nucleus sampling.")]
+TopK = Annotated[int | None, typer.Option(help="Keep this many tokens.")]
+MinP = Annotated[float, typer.Option(help="Drop tokens below this fraction of the best one's probability.")]
+RepetitionPenalty = Annotated[float, typer.Option(help="Above 1 avoids repetition.")]
+Seed = Annotated[int | None, typer.Option(help="Makes sampling reproducible.")]
+Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer. May be repeated.")]
+
+
+def sampling(
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    top_k: int | None,
+    min_p: float,
+    repetition_penalty: float,
+    seed: int | None,
+    stop: list[str] | None,
+) -> SamplingParams:
+    """The options as SamplingParams; ConfigError for values out of range."""
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        seed=seed,
+        stop=tuple(stop or ()),
+    )

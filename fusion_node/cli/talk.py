@@ -1,0 +1,173 @@
+"""``fusion-node generate`` and ``fusion-node chat``: use a swarm from a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import typer
+
+from fusion_node.cli.logs import LogFormat, configure_logs
+from fusion_node.cli.options import (
+    AsJson,
+    Home,
+    MaxTokens,
+    Mdns,
+    MinP,
+    Model,
+    Numerics,
+    Peers,
+    RepetitionPenalty,
+    Seed,
+    Stop,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+    sampling,
+)
+from fusion_node.client.sampling import SamplingParams
+from fusion_node.errors import FusionError
+
+if TYPE_CHECKING:
+    from fusion_node.client.swarm import GenerationStats, SwarmClient
+
+
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Argument(help="What to ask; - reads it from standard input.")],
+    peer: Peers = None,
+    raw: Annotated[bool, typer.Option(help="Continue the text as it is, without the model's chat template.")] = False,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = None,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = None,
+    stop: Stop = None,
+    stats: Annotated[bool, typer.Option("--stats", help="Print speed and nodes after the answer.")] = False,
+    numerics: Numerics = "fp32",
+    threads: Threads = None,
+    mdns: Mdns = True,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Answer one PROMPT with MODEL, served by a swarm."""
+    configure_logs(LogFormat.AUTO, quiet=True)
+    params = sampling(max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    from fusion_node.client.swarm import SwarmClient
+
+    async def run() -> None:
+        async with SwarmClient(
+            model, peers=peer or (), home=home, numerics=numerics, threads=threads, mdns=mdns
+        ) as swarm:
+            answer = swarm.generate(text, params, raw=raw)
+            pieces = []
+            async for piece in answer:
+                pieces.append(piece)
+                if not as_json:
+                    print(piece, end="", flush=True)
+            if as_json:
+                print(msgspec.json.encode({"text": "".join(pieces), **describe(answer.stats)}).decode())
+                return
+            print()
+            if stats:
+                print(summary(answer.stats), file=sys.stderr)
+
+    asyncio.run(run())
+
+
+def chat(
+    model: Model,
+    peer: Peers = None,
+    system: Annotated[str | None, typer.Option(help="System message in front of the conversation.")] = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.7,
+    top_p: TopP = 0.95,
+    top_k: TopK = None,
+    min_p: MinP = 0.0,
+    repetition_penalty: RepetitionPenalty = 1.0,
+    seed: Seed = None,
+    numerics: Numerics = "fp32",
+    threads: Threads = None,
+    mdns: Mdns = True,
+    home: Home = None,
+) -> None:
+    """Talk with MODEL. An empty line or Ctrl-D ends; /new starts over."""
+    configure_logs(LogFormat.AUTO, quiet=True)
+    params = sampling(max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, None)
+    from fusion_node.client.swarm import SwarmClient
+
+    async def run() -> None:
+        async with SwarmClient(
+            model, peers=peer or (), home=home, numerics=numerics, threads=threads, mdns=mdns
+        ) as swarm:
+            await converse(swarm, params, system)
+
+    asyncio.run(run())
+
+
+async def converse(swarm: SwarmClient, params: SamplingParams, system: str | None) -> None:
+    """The conversation loop. An answer that fails is told, and the conversation goes on without it."""
+    start: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
+    messages = list(start)
+    while True:
+        try:
+            line = (await asyncio.to_thread(input, "> ")).strip()
+        except EOFError:
+            print()
+            return
+        if not line:
+            return
+        if line == "/new":
+            messages = list(start)
+            continue
+        messages.append({"role": "user", "content": line})
+        pieces: list[str] = []
+        try:
+            async for piece in swarm.chat(messages, params):
+                pieces.append(piece)
+                print(piece, end="", flush=True)
+        except FusionError as error:
+            print(f"\nerror: {error}", file=sys.stderr)
+            messages.pop()
+            continue
+        print()
+        messages.append({"role": "assistant", "content": "".join(pieces)})
+
+
+def describe(stats: GenerationStats) -> dict[str, Any]:
+    """The statistics of an answer for machines."""
+    return {
+        "finish_reason": stats.finish_reason,
+        "prompt_tokens": stats.prompt_tokens,
+        "completion_tokens": stats.completion_tokens,
+        "token_ids": stats.token_ids,
+        "seed": stats.seed,
+        "time_to_first_token_s": stats.time_to_first_token_s,
+        "tokens_per_s": stats.tokens_per_s,
+        "stages": [
+            {
+                "peer": stage.peer,
+                "layers": str(stage.layers),
+                "device": stage.device,
+                "round_trip_s": stage.round_trip_s,
+                "steps": stage.steps,
+                "compute_s": stage.compute_s,
+                "queue_s": stage.queue_s,
+            }
+            for stage in stats.stages
+        ],
+    }
+
+
+def summary(stats: GenerationStats) -> str:
+    """The statistics of an answer in one line for people."""
+    speed = "" if stats.tokens_per_s is None else f", {stats.tokens_per_s:.1f} tokens/s"
+    first = "" if stats.time_to_first_token_s is None else f", first token after {stats.time_to_first_token_s:.2f} s"
+    nodes = " → ".join(f"…{stage.peer[-8:]} [{stage.layers}]" for stage in stats.stages)
+    return f"{stats.completion_tokens} tokens{speed}{first}, over {nodes}"

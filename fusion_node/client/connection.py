@@ -1,0 +1,191 @@
+"""The user's connection to a swarm: discovery, links, measured nodes, and the messages of all sessions.
+
+Shared by everything on the user's side, so it knows nothing of models or torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import structlog
+
+from fusion_node.errors import FusionError, NoPeers, PeerError, PeerTimeout, RemoteProtocolError
+from fusion_node.types import ModelId, PeerId
+from p2p.discovery import Discovery, DiscoveryConfig, DiscoveryService
+from p2p.identity import Identity, short
+from p2p.links import LinkPool
+from p2p.messages import (
+    AnyMessage,
+    SessionClosed,
+    SessionFailed,
+    SessionOpened,
+    SessionRefused,
+    StatusReply,
+    StatusRequest,
+    StepResult,
+)
+from p2p.records import NodeRecord
+from p2p.seam import Network
+from p2p.websocket import WebSocketNetwork
+
+FIND_TIMEOUT_S = 10.0
+ENTER_TIMEOUT_S = 20.0
+MEASURE_TIMEOUT_S = 6.0
+MAX_MEASURED = 64
+"""Nodes that one look at the swarm connects to. More candidates than this are for the planner's predictions, later."""
+
+log = structlog.get_logger(__name__)
+
+SessionHandler = Callable[[PeerId, AnyMessage, memoryview], None]
+LostHandler = Callable[[PeerId, FusionError], None]
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredNode:
+    """A node's own record and what we measured of it.
+
+    Attributes:
+        round_trip_s: None when it could not be reached.
+        problem: why it could not be reached.
+    """
+
+    record: NodeRecord
+    round_trip_s: float | None
+    problem: str = ""
+
+    @property
+    def peer(self) -> PeerId:
+        return PeerId(self.record.peer)
+
+
+class SwarmConnection:
+    """One identity in the swarm, as a user.
+
+    Args:
+        peers: multiaddrs or invites to enter the swarm by.
+        identity: None makes one that lives as long as the connection, so that two runs cannot be linked.
+        mdns: whether to look for nodes on the local network.
+        discovery, network: other implementations, for tests; they must prove ``identity``.
+    """
+
+    def __init__(
+        self,
+        peers: Sequence[str] = (),
+        *,
+        identity: Identity | None = None,
+        mdns: bool = True,
+        discovery: DiscoveryService | None = None,
+        network: Network | None = None,
+    ) -> None:
+        self.identity = identity or Identity.generate()
+        self._peers = tuple(peers)
+        self._mdns = mdns
+        config = DiscoveryConfig(listen=(), bootstrap=self._peers, mdns=mdns, serve=False)
+        self._discovery = discovery or Discovery(self.identity, config)
+        self.links = LinkPool(
+            network or WebSocketNetwork(self.identity),
+            self.identity.peer_id,
+            on_frame=self._on_frame,
+            on_closed=self._on_closed,
+        )
+        self._sessions: dict[bytes, tuple[SessionHandler, LostHandler]] = {}
+        self._status: dict[int, tuple[PeerId, asyncio.Future[StatusReply]]] = {}
+        self._request_numbers = itertools.count(1)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def start(self) -> None:
+        """Begins to enter the swarm; returns before any peer has answered.
+
+        Raises:
+            NoPeers: there is no way in: no address given, and no local network to look in.
+            ConfigError: an address or invite is malformed.
+        """
+        if not self._peers and not self._mdns:
+            raise NoPeers("no way into a swarm: name a node with --peer ADDRESS or --peer INVITE")
+        await self._discovery.start()
+
+    async def aclose(self) -> None:
+        """Leaves the swarm."""
+        await self.links.aclose("done")
+        await self._discovery.aclose()
+
+    async def find(self, model_id: ModelId | None, *, timeout_s: float = FIND_TIMEOUT_S) -> list[NodeRecord]:
+        """Records of the nodes that serve a model, or of all nodes.
+
+        Raises:
+            NoPeers: no peer of the swarm can be reached.
+        """
+        await self._discovery.wait_for_peer(ENTER_TIMEOUT_S)
+        return await self._discovery.find(model_id, timeout_s=timeout_s)
+
+    async def measure(self, records: Sequence[NodeRecord]) -> list[MeasuredNode]:
+        """Connects to nodes, all at once, and measures their round trips."""
+        return list(await asyncio.gather(*(self._measure(record) for record in records[:MAX_MEASURED])))
+
+    async def status_of(self, node: MeasuredNode) -> dict[str, float]:
+        """A connected node's counters, by its own word.
+
+        Raises:
+            PeerError: it is not connected, or does not answer.
+        """
+        number = next(self._request_numbers)
+        future: asyncio.Future[StatusReply] = asyncio.get_running_loop().create_future()
+        self._status[number] = (node.peer, future)
+        try:
+            self.links.send(node.peer, StatusRequest(number))
+            async with asyncio.timeout(MEASURE_TIMEOUT_S):
+                return (await future).counters
+        except TimeoutError as error:
+            raise PeerTimeout(node.peer, f"node {short(node.peer)} does not tell its status") from error
+        finally:
+            del self._status[number]
+
+    def register(self, session: bytes, on_message: SessionHandler, on_lost: LostHandler) -> None:
+        """Messages of this session, and lost links, go to these from now on."""
+        self._sessions[session] = (on_message, on_lost)
+
+    def unregister(self, session: bytes) -> None:
+        """Late messages of the session are dropped from now on."""
+        self._sessions.pop(session, None)
+
+    async def _measure(self, record: NodeRecord) -> MeasuredNode:
+        peer = PeerId(record.peer)
+        try:
+            await self.links.connect(peer, record.data_addresses, timeout_s=MEASURE_TIMEOUT_S)
+            known_s = self.links.round_trip_s(peer)
+            return MeasuredNode(record, known_s if known_s is not None else await self.links.round_trip(peer))
+        except PeerError as error:
+            return MeasuredNode(record, None, str(error))
+
+    def _on_frame(self, peer: PeerId, message: AnyMessage, payload: memoryview) -> None:
+        match message:
+            case StepResult() | SessionOpened() | SessionRefused() | SessionFailed() | SessionClosed():
+                handlers = self._sessions.get(message.session)
+                if handlers is not None:
+                    handlers[0](peer, message, payload)
+            case StatusReply():
+                asked, future = self._status.get(message.request, (None, None))
+                if asked == peer and future is not None and not future.done():
+                    future.set_result(message)
+            case _:
+                raise RemoteProtocolError(peer, f"{short(peer)} sent {type(message).__name__} to a user")
+
+    def _on_closed(self, peer: PeerId, error: FusionError) -> None:
+        for _, on_lost in list(self._sessions.values()):
+            on_lost(peer, error)
+        for asked, future in list(self._status.values()):
+            if asked == peer and not future.done():
+                future.set_exception(error)

@@ -1,0 +1,108 @@
+"""The shell around SessionCore: its messages go to the links, its timer to the event loop, its events to who awaits."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fusion_node.client.connection import SwarmConnection
+from fusion_node.client.session_core import Failed, Opened, SessionCore, SessionEvent, StepDone
+from fusion_node.errors import FusionError, PeerError
+from fusion_node.types import MonotonicS, PeerId
+from p2p.messages import AnyMessage, StepResult, TensorMeta
+
+
+class Session:
+    """One open session. Use ``async with``; leaving it frees the session on every stage."""
+
+    def __init__(self, connection: SwarmConnection, core: SessionCore) -> None:
+        self._connection = connection
+        self._core = core
+        self._loop = asyncio.get_running_loop()
+        self._events: asyncio.Queue[SessionEvent] = asyncio.Queue()
+        self._payloads: dict[int, tuple[TensorMeta, memoryview]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> Session:
+        self._connection.register(self._core.plan.session, self._on_message, self._on_lost)
+        try:
+            self._core.start(now=self._now())
+            self._pump()
+            event = await self._next_event()
+        except BaseException:
+            self._end()
+            raise
+        if not isinstance(event, Opened):
+            raise AssertionError("a session's first event is Opened")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._end()
+
+    @property
+    def num_unanswered(self) -> int:
+        """Steps in flight."""
+        return self._core.num_unanswered
+
+    def send(self, tensor: TensorMeta, payload: memoryview, *, want_last: bool) -> None:
+        """Sends the rows of the next positions. Returns at once.
+
+        Raises:
+            PeerError: the first stage is gone.
+        """
+        step = self._core.next_step(tensor, want_last=want_last, now=self._now())
+        self._connection.links.send(PeerId(self._core.plan.stages[0].peer), step, payload)
+        self._pump()
+
+    async def next_done(self) -> tuple[StepDone, TensorMeta, memoryview]:
+        """The answer to the oldest unanswered step.
+
+        Raises:
+            FusionError: what ended the session.
+        """
+        event = await self._next_event()
+        if not isinstance(event, StepDone):
+            raise AssertionError("an open session's events are StepDone or Failed")
+        tensor, payload = self._payloads.pop(event.sequence)
+        return event, tensor, payload
+
+    async def _next_event(self) -> SessionEvent:
+        event = await self._events.get()
+        if isinstance(event, Failed):
+            raise event.error
+        return event
+
+    def _on_message(self, peer: PeerId, message: AnyMessage, payload: memoryview) -> None:
+        if isinstance(message, StepResult):
+            self._payloads[message.sequence] = (message.tensor, payload)
+        self._core.receive(message, source=peer, now=self._now())
+        self._pump()
+
+    def _on_lost(self, peer: PeerId, error: FusionError) -> None:
+        self._core.link_closed(peer, error)
+        self._pump()
+
+    def _on_timer(self) -> None:
+        self._core.handle_timer(now=self._now())
+        self._pump()
+
+    def _pump(self) -> None:
+        for peer, message in self._core.messages_to_send():
+            try:
+                self._connection.links.send(peer, message)
+            except PeerError as error:
+                self._core.link_closed(peer, error)
+        while (event := self._core.next_event()) is not None:
+            self._events.put_nowait(event)
+        due = self._core.get_timer()
+        if self._timer is not None:
+            self._timer.cancel()
+        # The event loop's clock is the monotonic one that the core is handed.
+        self._timer = None if due is None else self._loop.call_at(due, self._on_timer)
+
+    def _end(self) -> None:
+        self._core.close()
+        self._pump()
+        self._connection.unregister(self._core.plan.session)
+
+    def _now(self) -> MonotonicS:
+        return MonotonicS(self._loop.time())

@@ -1,0 +1,479 @@
+"""SwarmClient: a model that a swarm serves, used as if it were here.
+
+The tokenizer, the embedding, the final norm, the LM head and the sampling run in this process; nodes see rows of hidden
+state and nothing else. Shapes: T tokens, D hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import msgspec
+import structlog
+
+from fusion_node.client.connection import MeasuredNode, SwarmConnection
+from fusion_node.client.sampling import SamplingParams, choose_token
+from fusion_node.client.session import Session
+from fusion_node.client.session_core import SessionCore, StepDone
+from fusion_node.client.text_stream import TextStream
+from fusion_node.client.tokenizer import ChatMessage, Tokenizer
+from fusion_node.engine.boundary import Boundary
+from fusion_node.engine.device import choose_device, set_threads
+from fusion_node.engine.numerics import numerics_class
+from fusion_node.engine.tensor_codec import decode_rows, encode_rows
+from fusion_node.errors import ContextTooLong, NoRoute, PeerRefused, PeerUnreachable, RemoteProtocolError
+from fusion_node.store import ModelStore, StoredModel
+from fusion_node.types import LayerRange, PeerId
+from p2p.identity import Identity, short
+from p2p.messages import TensorMeta
+from p2p.records import PROTOCOL_VERSION, Plan, PlanStage, sign_plan
+from scheduler.planner import Candidate, Route, Uncovered, plan_route
+
+MAX_OPEN_ATTEMPTS = 3
+"""Plans tried before an answer fails: each excludes the node that refused or could not be reached."""
+
+ROUTE_PATIENCE_S = 8.0
+"""How long layers may stay uncovered before that is an error: nodes that start together announce one by one."""
+
+ROUTE_RETRY_S = 0.5
+PLAN_TTL_S = 3600.0
+MIN_CHUNK_TOKENS = 32
+MAX_CHUNK_TOKENS = 256
+"""Prefill chunks travel behind one another, so several stages compute at once. Small ones fill the pipeline sooner,
+large ones use the linears better; 256 rows of hidden size 8,192 in float32 are 8 MiB."""
+
+CHUNKS_PER_STAGE = 2
+IN_FLIGHT_PER_STAGE = 2
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StageReport:
+    """What one node did for an answer; times by its own clock."""
+
+    peer: PeerId
+    layers: LayerRange
+    device: str
+    round_trip_s: float
+    steps: int
+    compute_s: float
+    queue_s: float
+
+
+@dataclass(slots=True)
+class GenerationStats:
+    """How an answer came about.
+
+    Attributes:
+        prompt_tokens, completion_tokens: counts; the end-of-sequence token is not counted.
+        time_to_first_token_s: from the call to the first token, opening the session included.
+        finish_reason: ``stop`` (end of sequence or stop string), ``length``; None while running or after an error.
+        seed: of the sampling noise.
+    """
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    time_to_first_token_s: float | None = None
+    decode_s: float = 0.0
+    finish_reason: str | None = None
+    seed: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    stages: tuple[StageReport, ...] = ()
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Of the tokens after the first; None for fewer than two."""
+        if self.completion_tokens < 2 or self.decode_s <= 0:
+            return None
+        return (self.completion_tokens - 1) / self.decode_s
+
+
+class Generation:
+    """An answer on its way: iterate for its text. ``stats`` fills while you do."""
+
+    def __init__(self, pieces: AsyncGenerator[str, None], stats: GenerationStats) -> None:
+        self._pieces = pieces
+        self.stats = stats
+
+    def __aiter__(self) -> AsyncIterator[str]:
+        return self._pieces
+
+    async def text(self) -> str:
+        """The whole answer."""
+        return "".join([piece async for piece in self._pieces])
+
+    async def aclose(self) -> None:
+        """Stops the answer and frees its session. Needed only when the iteration is left early."""
+        await self._pieces.aclose()
+
+
+@dataclass(frozen=True, slots=True)
+class _Routed:
+    stages: tuple[tuple[MeasuredNode, LayerRange], ...]
+
+
+class SwarmClient:
+    """A user of one model in a swarm.
+
+    Example::
+
+        async with SwarmClient("smollm2-135m", peers=["/ip4/…"]) as swarm:
+            async for piece in swarm.generate("What is a peer-to-peer network?"):
+                print(piece, end="", flush=True)
+
+    Args:
+        model: name or id of a model in the local store; only its tokenizer, embedding, norm and head are used.
+        peers: multiaddrs or invites to enter the swarm by.
+        home: folder of the store; None is the default place.
+        numerics: class that nodes must serve, and that the boundary computes in.
+        device: for the boundary.
+        threads: torch threads of this process; None leaves torch's choice.
+        mdns: whether to look for nodes on the local network.
+        connection: an existing connection; it is used and not closed.
+
+    Raises:
+        UnknownModel, ConfigError: at once; everything else when used.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        peers: Sequence[str] = (),
+        home: Path | None = None,
+        numerics: str = "fp32",
+        device: str = "cpu",
+        threads: int | None = None,
+        mdns: bool = True,
+        identity: Identity | None = None,
+        connection: SwarmConnection | None = None,
+    ) -> None:
+        self.model = ModelStore(home).find(model)
+        self._numerics = numerics_class(numerics)
+        self._device = choose_device(device)
+        self._threads = threads
+        self._owns_connection = connection is None
+        self.connection = connection or SwarmConnection(peers, identity=identity, mdns=mdns)
+        self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="boundary")
+        self._loading: asyncio.Future[tuple[Boundary, Tokenizer]] | None = None
+        self._avoid: dict[PeerId, float] = {}
+        config = self.model.config
+        self.num_layers: int = int(config["num_hidden_layers"])
+        self._hidden_size = int(config["hidden_size"])
+        self.max_context: int = int(config.get("max_position_embeddings", 2048))
+        self._eos_ids = _eos_ids(self.model)
+
+    async def __aenter__(self) -> Self:
+        self._loading = asyncio.get_running_loop().run_in_executor(self._compute, self._load)
+        try:
+            if self._owns_connection:
+                await self.connection.start()
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Leaves the swarm. Answers that are still running end with an error."""
+        if self._owns_connection:
+            await self.connection.aclose()
+        if self._loading is not None:
+            await asyncio.wait((self._loading,))
+        self._compute.shutdown(wait=False)
+
+    def generate(self, prompt: str, params: SamplingParams | None = None, *, raw: bool = False) -> Generation:
+        """Answers a prompt, as one message of a chat when the model has a chat template.
+
+        Args:
+            raw: the prompt is text to be continued, and no template is applied.
+
+        Returns:
+            An async iterable of text. Errors come out of the iteration: NoPeers, NoRoute, ContextTooLong, PeerError.
+        """
+        return self._generation(prompt if raw else [{"role": "user", "content": prompt}], params, plain_fallback=True)
+
+    def chat(self, messages: Sequence[ChatMessage], params: SamplingParams | None = None) -> Generation:
+        """Answers a conversation; see generate."""
+        return self._generation(messages, params, plain_fallback=False)
+
+    async def find_route(self, num_positions: int) -> tuple[tuple[MeasuredNode, LayerRange], ...]:
+        """The nodes that would serve a session now.
+
+        Raises:
+            NoPeers, NoRoute: see there.
+        """
+        return (await self._route(num_positions)).stages
+
+    # inside
+
+    def _generation(
+        self, prompt: str | Sequence[ChatMessage], params: SamplingParams | None, *, plain_fallback: bool
+    ) -> Generation:
+        stats = GenerationStats()
+        return Generation(self._run(prompt, params or SamplingParams(), stats, plain_fallback), stats)
+
+    def _load(self) -> tuple[Boundary, Tokenizer]:
+        set_threads(self._threads)
+        return Boundary.load(self.model, numerics=self._numerics, device=self._device), Tokenizer(self.model.path)
+
+    async def _loaded(self) -> tuple[Boundary, Tokenizer]:
+        if self._loading is None:
+            raise RuntimeError("use SwarmClient with `async with`")
+        return await asyncio.shield(self._loading)
+
+    async def _run(
+        self,
+        prompt: str | Sequence[ChatMessage],
+        params: SamplingParams,
+        stats: GenerationStats,
+        plain_fallback: bool,
+    ) -> AsyncGenerator[str, None]:
+        began = time.perf_counter()
+        _, tokenizer = await self._loaded()
+        ids = self._encode(tokenizer, prompt, plain_fallback)
+        max_tokens = self._room(len(ids), params.max_tokens)
+        stats.prompt_tokens = len(ids)
+        stats.seed = params.seed if params.seed is not None else secrets.randbits(63)
+        text = TextStream(tokenizer.decode, params.stop)
+        async with AsyncExitStack() as stack:
+            session, routed = await self._open(stack, len(ids) + max_tokens)
+            work = _Work(ids, list(ids), params, stats, routed)
+            first_at: float | None = None
+            async with aclosing(self._tokens(session, work, max_tokens)) as tokens:
+                async for token in tokens:
+                    now = time.perf_counter()
+                    if first_at is None:
+                        first_at, stats.time_to_first_token_s = now, now - began
+                    stats.decode_s = now - first_at
+                    if token in self._eos_ids and not params.ignore_eos:
+                        stats.finish_reason = "stop"
+                        break
+                    stats.completion_tokens += 1
+                    stats.token_ids.append(token)
+                    if piece := text.push(token):
+                        yield piece
+                    if text.stopped_by is not None:
+                        stats.finish_reason = "stop"
+                        break
+        if piece := text.finish():
+            yield piece
+        stats.finish_reason = stats.finish_reason or "length"
+
+    def _encode(self, tokenizer: Tokenizer, prompt: str | Sequence[ChatMessage], plain_fallback: bool) -> list[int]:
+        if isinstance(prompt, str):
+            return tokenizer.encode(prompt)
+        if plain_fallback and not tokenizer.has_chat_template:
+            return tokenizer.encode("\n".join(str(message["content"]) for message in prompt))
+        return tokenizer.encode_chat(prompt)
+
+    def _room(self, prompt_tokens: int, max_tokens: int) -> int:
+        if prompt_tokens >= self.max_context:
+            raise ContextTooLong(
+                f"the prompt has {prompt_tokens} tokens, but the context of {self.model.name} ends at "
+                f"{self.max_context}: shorten the prompt"
+            )
+        if prompt_tokens == 0:
+            raise ContextTooLong("the prompt is empty: write at least one character")
+        return min(max_tokens, self.max_context - prompt_tokens)
+
+    async def _open(self, stack: AsyncExitStack, num_positions: int) -> tuple[Session, _Routed]:
+        """Plans and opens a session; a node that refuses or is gone is left out of the next plan."""
+        for attempt in range(MAX_OPEN_ATTEMPTS):
+            routed = await self._route(num_positions)
+            plan = self._plan(routed, num_positions)
+            core = SessionCore(
+                plan,
+                sign_plan(plan, self.connection.identity),
+                row_size=self._hidden_size,
+                wire_dtype=self._numerics.wire_dtype,
+            )
+            try:
+                return await stack.enter_async_context(Session(self.connection, core)), routed
+            except (PeerRefused, PeerUnreachable) as error:
+                if attempt == MAX_OPEN_ATTEMPTS - 1:
+                    raise
+                log.info("planning again", without=short(error.peer), reason=str(error))
+                self._avoid[PeerId(error.peer)] = time.monotonic() + 30.0
+        raise AssertionError("not reached")
+
+    def _plan(self, routed: _Routed, num_positions: int) -> Plan:
+        now = time.time()
+        return Plan(
+            version=PROTOCOL_VERSION,
+            user=self.connection.identity.peer_id,
+            session=secrets.token_bytes(16),
+            epoch=0,
+            model_id=self.model.model_id,
+            numerics=self._numerics.name,
+            max_positions=num_positions,
+            issued_at=now,
+            expires_at=now + PLAN_TTL_S,
+            stages=tuple(
+                PlanStage(node.peer, layers.start, layers.stop, node.record.data_addresses)
+                for node, layers in routed.stages
+            ),
+        )
+
+    async def _route(self, num_positions: int) -> _Routed:
+        deadline = time.monotonic() + ROUTE_PATIENCE_S
+        while True:
+            records = await self.connection.find(self.model.model_id)
+            now = time.monotonic()
+            nodes = await self.connection.measure([r for r in records if self._avoid.get(PeerId(r.peer), 0.0) < now])
+            route = self._choose(nodes, num_positions)
+            if isinstance(route, _Routed):
+                return route
+            if time.monotonic() >= deadline:
+                raise NoRoute(self._explain(route, nodes, num_positions))
+            await asyncio.sleep(ROUTE_RETRY_S)
+
+    def _choose(self, nodes: Sequence[MeasuredNode], num_positions: int) -> _Routed | Uncovered:
+        candidates = [
+            Candidate(
+                peer=node.peer,
+                layers=LayerRange(shard.start, shard.stop),
+                round_trip_s=node.round_trip_s,
+                seconds_per_layer=shard.seconds_per_layer,
+                kv_free_positions=shard.kv_free_tokens,
+            )
+            for node in nodes
+            for shard in node.record.shards
+            if node.round_trip_s is not None
+            and shard.model_id == self.model.model_id
+            and shard.numerics == self._numerics.name
+        ]
+        route = plan_route(candidates, num_layers=self.num_layers, num_positions=num_positions)
+        if not isinstance(route, Route):
+            return route
+        by_peer = {node.peer: node for node in nodes}
+        return _Routed(tuple((by_peer[stage.peer], stage.layers) for stage in route.stages))
+
+    def _explain(self, gap: Uncovered, nodes: Sequence[MeasuredNode], num_positions: int) -> str:
+        layers = ", ".join(str(r) for r in gap.layers)
+        message = f"no usable node serves layers {layers} of {self.model.name} in {self._numerics.name}"
+        if gap.without_room:
+            ranges = ", ".join(str(r) for r in gap.without_room)
+            message += f"; layers {ranges} are held without room for {num_positions} positions: ask for fewer tokens"
+        others = sorted(
+            {s.numerics for n in nodes for s in n.record.shards if s.model_id == self.model.model_id}
+            - {self._numerics.name}
+        )
+        if others:
+            message += f"; nodes serve it in {', '.join(others)}: try --numerics {others[0]}"
+        unreachable = [node for node in nodes if node.round_trip_s is None]
+        if unreachable:
+            message += (
+                f"; {len(unreachable)} known nodes cannot be reached, the first because: {unreachable[0].problem}"
+            )
+        if not gap.without_room and not others:
+            message += (
+                f": start a node with `fusion-node join {self.model.name} --layers {gap.layers[0]} --peer ADDRESS`"
+            )
+        return message
+
+    async def _tokens(self, session: Session, work: _Work, max_tokens: int) -> AsyncGenerator[int, None]:
+        loop = asyncio.get_running_loop()
+        boundary, _ = await self._loaded()
+        done, tensor, payload = await self._prefill(session, work, boundary)
+        for index in range(max_tokens):
+            work.note(done)
+            is_last = index == max_tokens - 1
+            try:
+                token, rows = await loop.run_in_executor(
+                    self._compute, self._advance, boundary, work, tensor, payload, is_last
+                )
+            except ValueError as error:
+                peer = work.routed.stages[-1][0].peer
+                raise RemoteProtocolError(peer, f"node {short(peer)} returned a row that {error}") from error
+            if rows is not None:
+                session.send(*rows, want_last=True)
+            yield token
+            if rows is not None:
+                done, tensor, payload = await session.next_done()
+
+    async def _prefill(
+        self, session: Session, work: _Work, boundary: Boundary
+    ) -> tuple[StepDone, TensorMeta, memoryview]:
+        num_stages = len(work.routed.stages)
+        size = -(-len(work.prompt_ids) // (CHUNKS_PER_STAGE * num_stages))
+        size = min(max(size, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS)
+        loop = asyncio.get_running_loop()
+        for start in range(0, len(work.prompt_ids), size):
+            chunk = work.prompt_ids[start : start + size]
+            tensor, payload = await loop.run_in_executor(self._compute, self._embed, boundary, chunk)
+            while session.num_unanswered >= IN_FLIGHT_PER_STAGE * num_stages:
+                work.note((await session.next_done())[0])
+            session.send(tensor, payload, want_last=start + size >= len(work.prompt_ids))
+        while session.num_unanswered > 1:
+            work.note((await session.next_done())[0])
+        return await session.next_done()
+
+    # on the compute thread
+
+    def _embed(self, boundary: Boundary, ids: Sequence[int]) -> tuple[TensorMeta, memoryview]:
+        return encode_rows(boundary.embed(ids), self._numerics.wire_dtype)
+
+    def _advance(
+        self, boundary: Boundary, work: _Work, tensor: TensorMeta, payload: memoryview, is_last: bool
+    ) -> tuple[int, tuple[TensorMeta, memoryview] | None]:
+        """From a returned row to the next token and, unless nothing follows, that token's embedding."""
+        logits_V = boundary.logits(decode_rows(tensor, payload))[0]
+        token = choose_token(logits_V, work.params, seed=work.stats.seed, position=len(work.all_ids), seen=work.all_ids)
+        work.all_ids.append(token)
+        ends = is_last or (token in self._eos_ids and not work.params.ignore_eos)
+        return token, None if ends else self._embed(boundary, [token])
+
+
+@dataclass(slots=True)
+class _Work:
+    """What one answer carries from step to step."""
+
+    prompt_ids: list[int]
+    all_ids: list[int]
+    params: SamplingParams
+    stats: GenerationStats
+    routed: _Routed
+
+    def note(self, done: StepDone) -> None:
+        """Adds a step's timings to the report of each stage."""
+        old = self.stats.stages
+        reports = []
+        for index, (node, layers) in enumerate(self.routed.stages):
+            timing = done.timings[index] if index < len(done.timings) else None
+            before = old[index] if index < len(old) else None
+            reports.append(
+                StageReport(
+                    peer=node.peer,
+                    layers=layers,
+                    device=node.record.device,
+                    round_trip_s=node.round_trip_s or 0.0,
+                    steps=(before.steps if before else 0) + 1,
+                    compute_s=(before.compute_s if before else 0.0) + (timing.compute_us / 1e6 if timing else 0.0),
+                    queue_s=(before.queue_s if before else 0.0) + (timing.queue_us / 1e6 if timing else 0.0),
+                )
+            )
+        self.stats.stages = tuple(reports)
+
+
+def _eos_ids(model: StoredModel) -> frozenset[int]:
+    """Token ids that end an answer; the generation config overrides the model's, as in transformers."""
+    settings = model.config
+    if any(file.name == "generation_config.json" for file in model.manifest.files):
+        settings = settings | msgspec.json.decode(model.read_file("generation_config.json"), type=dict)
+    value = settings.get("eos_token_id")
+    return frozenset(value if isinstance(value, list) else [] if value is None else [value])

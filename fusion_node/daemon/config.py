@@ -1,0 +1,44 @@
+"""What a node is told at its start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from fusion_node.types import LayerRange
+
+DEFAULT_LISTEN = "127.0.0.1:0"
+"""Loopback: nobody is served beyond this machine unless its operator says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeConfig:
+    """Settings of one node.
+
+    Attributes:
+        model: name or id in the store.
+        layers: what to serve; None takes the whole model, or what fits and the swarm lacks.
+        peers: multiaddrs or invites of the swarm to join; empty starts a new one.
+        listen: ``HOST:PORT`` of the control plane; the data plane takes the next port (any free one for port 0).
+        home: folder of the store and the identity; None is the default place.
+        identity_path: key file; None is ``identity.key`` in the home.
+        device: ``auto``, ``cpu``, ``cuda``, ``cuda:N``, ``mps``.
+        numerics: name of the numerics class.
+        threads: torch threads; None lets torch choose.
+        kv_memory_bytes: for all sessions together; None takes a quarter of what is free.
+        mdns: whether to find and be found on the local network.
+        operator: a name that the operator wants to be known by; a claim.
+    """
+
+    model: str
+    layers: LayerRange | None = None
+    peers: tuple[str, ...] = ()
+    listen: str = DEFAULT_LISTEN
+    home: Path | None = None
+    identity_path: Path | None = None
+    device: str = "auto"
+    numerics: str = "fp32"
+    threads: int | None = None
+    kv_memory_bytes: int | None = None
+    mdns: bool = True
+    operator: str = ""
