@@ -1,0 +1,477 @@
+"""The pool of links over the in-memory network, on a clock that the test turns."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import pytest
+from structlog.testing import capture_logs
+
+from fusion_node.errors import (
+    AddressInUse,
+    ConfigError,
+    FusionError,
+    LocalProtocolError,
+    PeerClosed,
+    PeerTimeout,
+    PeerUnreachable,
+    ProtocolVersionMismatch,
+    RemoteProtocolError,
+    ResourceExhausted,
+)
+from fusion_node.types import PeerId
+from p2p.heartbeat_core import DEAD_AFTER_S, SUSPECT_AFTER_S, Liveness
+from p2p.identity import Identity
+from p2p.links import TICK_S, LinkPool
+from p2p.memory import MemoryNetwork, MemoryWorld
+from p2p.messages import AnyMessage, CloseSession, Ping, StatusRequest, StepResult, TensorMeta
+from p2p.seam import Link
+
+PATIENCE_S = 20.0
+
+
+@dataclass
+class Clock:
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class Node:
+    """A pool with everything that it reports."""
+
+    host: str
+    identity: Identity
+    network: MemoryNetwork
+    pool: LinkPool
+    frames: list[tuple[PeerId, AnyMessage, bytes]] = field(default_factory=list)
+    closed: list[tuple[PeerId, FusionError]] = field(default_factory=list)
+    address: str = ""
+
+    @property
+    def peer(self) -> PeerId:
+        return self.identity.peer_id
+
+
+@dataclass
+class Swarm:
+    world: MemoryWorld = field(default_factory=MemoryWorld)
+    clock: Clock = field(default_factory=Clock)
+    nodes: list[Node] = field(default_factory=list)
+
+    async def node(
+        self,
+        *,
+        version: int = 1,
+        listen: bool = True,
+        on_frame: Callable[[PeerId, AnyMessage, memoryview], None] | None = None,
+        **limits: int,
+    ) -> Node:
+        host, identity = f"host{len(self.nodes)}", Identity.generate()
+        network = MemoryNetwork(self.world, identity, host, version=version)
+
+        def keep(peer: PeerId, message: AnyMessage, payload: memoryview) -> None:
+            made.frames.append((peer, message, bytes(payload)))
+
+        pool = LinkPool(
+            network,
+            identity.peer_id,
+            on_frame=on_frame or keep,
+            on_closed=lambda peer, error: made.closed.append((peer, error)),
+            clock=self.clock,
+            **limits,
+        )
+        made = Node(host, identity, network, pool)
+        if listen:
+            made.address = await pool.listen(f"{host}:0")
+        self.nodes.append(made)
+        return made
+
+    async def pair(self) -> tuple[Node, Node]:
+        ours, theirs = await self.node(), await self.node()
+        await ours.pool.connect(theirs.peer, [theirs.address])
+        await until(lambda: theirs.pool.is_connected(ours.peer))
+        await self.settle()
+        return ours, theirs
+
+    async def settle(self) -> None:
+        """Lets everything that can happen at this time happen."""
+        for _ in range(50):
+            await asyncio.sleep(0)
+
+    async def advance(self, seconds: float) -> None:
+        for _ in range(round(seconds / TICK_S)):
+            self.clock.now += TICK_S
+            for node in self.nodes:
+                node.pool.tick()
+            await self.settle()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():  # noqa: ASYNC110 - any of many events of the pools under test
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def swarm() -> AsyncIterator[Swarm]:
+    made = Swarm()
+    yield made
+    for node in made.nodes:
+        await node.pool.aclose()
+
+
+def result(number: int, payload: bytes) -> StepResult:
+    return StepResult(bytes(16), 0, number, (1,), TensorMeta("f32", 1, len(payload) // 4), ())
+
+
+async def test_frames_arrive_with_their_sender_and_payload(swarm: Swarm) -> None:
+    ours, theirs = await swarm.pair()
+    payload = os.urandom(200_000)
+    ours.pool.send(theirs.peer, result(1, payload), payload)
+    ours.pool.send(theirs.peer, StatusRequest(2))
+    theirs.pool.send(ours.peer, StatusRequest(3))
+    await until(lambda: len(theirs.frames) == 2 and len(ours.frames) == 1)
+    assert theirs.frames == [(ours.peer, result(1, payload), payload), (ours.peer, StatusRequest(2), b"")]
+    assert ours.frames == [(theirs.peer, StatusRequest(3), b"")]
+
+
+async def test_connect_reuses_a_link_and_concurrent_connects_share_one_dial(swarm: Swarm) -> None:
+    ours, theirs = await swarm.node(), await swarm.node()
+    await asyncio.gather(*(ours.pool.connect(theirs.peer, [theirs.address]) for _ in range(5)))
+    await ours.pool.connect(theirs.peer, [])
+    assert await ours.pool.identify(theirs.address) == theirs.peer
+    await swarm.settle()
+    assert ours.pool.counters["links"] == theirs.pool.counters["links"] == 1
+
+
+async def test_connect_tries_every_address(swarm: Swarm) -> None:
+    ours, other, theirs = [await swarm.node() for _ in range(3)]
+    await ours.pool.connect(theirs.peer, ["nobody:1", "nonsense", other.address, theirs.address])
+    assert ours.pool.is_connected(theirs.peer)
+    assert not ours.pool.is_connected(other.peer)
+    assert ours.pool.counters["refused_wrong-key"] == 1
+
+
+async def test_connect_to_nobody_names_every_address(swarm: Swarm) -> None:
+    ours, theirs = await swarm.node(), await swarm.node()
+    with pytest.raises(PeerUnreachable, match=r"nobody:1.*nobody:2") as caught:
+        await ours.pool.connect(theirs.peer, ["nobody:1", "nobody:2"])
+    assert caught.value.peer == theirs.peer
+    with pytest.raises(PeerUnreachable, match="no address"):
+        await ours.pool.connect(theirs.peer, [])
+
+
+async def test_swallowed_address_leaves_time_for_the_next(swarm: Swarm) -> None:
+    ours, swallowed, theirs = [await swarm.node() for _ in range(3)]
+    swarm.world.black_hole(ours.host, swallowed.host)
+    await ours.pool.connect(theirs.peer, [swallowed.address, theirs.address], timeout_s=0.2)
+    with pytest.raises(PeerUnreachable):
+        await ours.pool.connect(swallowed.peer, [swallowed.address], timeout_s=0.05)
+
+
+async def test_somebody_else_and_another_version_are_told_apart(swarm: Swarm) -> None:
+    ours, other, newer = await swarm.node(), await swarm.node(), await swarm.node(version=2)
+    with pytest.raises(RemoteProtocolError) as caught:
+        await ours.pool.connect(newer.peer, ["nobody:1", other.address])
+    assert not isinstance(caught.value, ProtocolVersionMismatch)
+    with pytest.raises(ProtocolVersionMismatch, match=r"version 2.*version 1"):
+        await ours.pool.connect(newer.peer, [other.address, newer.address, "nobody:1"])
+    with pytest.raises(ProtocolVersionMismatch):
+        await newer.pool.identify(ours.address)
+
+
+async def test_cancelled_connect_does_not_cancel_the_dial_of_others(swarm: Swarm) -> None:
+    ours, theirs = await swarm.node(), await swarm.node()
+    first, second = (asyncio.create_task(ours.pool.connect(theirs.peer, [theirs.address])) for _ in range(2))
+    await asyncio.sleep(0)
+    first.cancel()
+    await second
+    assert ours.pool.is_connected(theirs.peer)
+
+
+async def test_identify_proves_who_listens_and_keeps_the_link(swarm: Swarm) -> None:
+    ours, theirs = await swarm.node(), await swarm.node()
+    assert await ours.pool.identify(theirs.address) == theirs.peer
+    ours.pool.send(theirs.peer, StatusRequest(1))
+    await until(lambda: theirs.frames == [(ours.peer, StatusRequest(1), b"")])
+
+
+async def test_both_dial_at_once_and_order_is_kept_each_way(swarm: Swarm) -> None:
+    ours, theirs = await swarm.node(), await swarm.node()
+    await asyncio.gather(
+        ours.pool.connect(theirs.peer, [theirs.address]), theirs.pool.connect(ours.peer, [ours.address])
+    )
+    payload = bytes(100_000)
+    for number in range(50):
+        for sender, receiver in ((ours, theirs), (theirs, ours)):
+            sender.pool.send(receiver.peer, result(number, payload), payload)
+        await asyncio.sleep(0)
+    await until(lambda: len(ours.frames) == len(theirs.frames) == 50)
+    for node in (ours, theirs):
+        assert [message.sequence for _, message, _ in node.frames if isinstance(message, StepResult)] == list(range(50))
+    await ours.pool.aclose("done")
+    await until(lambda: bool(theirs.closed))
+    await swarm.settle()
+    assert [peer for peer, _ in theirs.closed] == [ours.peer]
+    assert ours.closed == []
+
+
+async def test_pool_may_have_a_link_with_itself(swarm: Swarm) -> None:
+    alone = await swarm.node()
+    assert await alone.pool.identify(alone.address) == alone.peer
+    alone.pool.send(alone.peer, StatusRequest(1))
+    await until(lambda: alone.frames == [(alone.peer, StatusRequest(1), b"")])
+
+
+async def test_send_without_link_is_unreachable(swarm: Swarm) -> None:
+    ours, theirs = await swarm.node(), await swarm.node()
+    for call in (ours.pool.drain, ours.pool.round_trip):
+        with pytest.raises(PeerUnreachable):
+            await call(theirs.peer)
+    with pytest.raises(PeerUnreachable):
+        ours.pool.send(theirs.peer, StatusRequest(1))
+    assert ours.pool.round_trip_s(theirs.peer) is None
+    assert ours.pool.liveness(theirs.peer) is Liveness.DEAD
+
+
+async def test_frame_too_large_is_our_fault_and_costs_no_link(swarm: Swarm) -> None:
+    ours, theirs = await swarm.pair()
+    with pytest.raises(LocalProtocolError):
+        ours.pool.send(theirs.peer, result(1, b"1234"), bytes(40 << 20))
+    ours.pool.send(theirs.peer, StatusRequest(1))
+    await until(lambda: len(theirs.frames) == 1)
+
+
+async def test_peer_that_does_not_read_is_dropped(swarm: Swarm) -> None:
+    ours = await swarm.node(max_queue_bytes=1 << 20)
+    deaf = MemoryNetwork(swarm.world, Identity.generate(), "deaf")
+
+    async def never_read(link: Link) -> None:
+        await asyncio.Event().wait()
+
+    listener = await deaf.listen("deaf:0", never_read)
+    peer = await ours.pool.identify(listener.address)
+    payload = bytes(1 << 18)
+    num_sent = 0
+    with pytest.raises(PeerUnreachable, match="does not read"):
+        while num_sent < 100:
+            ours.pool.send(peer, result(num_sent, payload), payload)
+            num_sent += 1
+            assert ours.closed == []  # never from within send
+    assert num_sent <= 6
+    await until(lambda: bool(ours.closed))
+    ((closed_peer, error),) = ours.closed
+    assert closed_peer == peer
+    assert isinstance(error, PeerTimeout)
+    assert "does not read" in str(error)
+    await listener.aclose()
+
+
+async def test_drain_waits_for_the_queue(swarm: Swarm) -> None:
+    ours, theirs = await swarm.pair()
+    payload = bytes(1 << 20)
+    ours.pool.send(theirs.peer, result(1, payload), payload)
+    await ours.pool.drain(theirs.peer)
+    await until(lambda: len(theirs.frames) == 1)
+    await ours.pool.drain(theirs.peer)
+
+
+async def test_silent_peer_is_suspected_then_lost(swarm: Swarm) -> None:
+    ours, theirs = await swarm.pair()
+    swarm.world.black_hole(ours.host, theirs.host)
+    await swarm.advance(SUSPECT_AFTER_S + TICK_S)  # bytes are noticed at the tick after they came
+    assert ours.pool.liveness(theirs.peer) is Liveness.SUSPECT
+    assert ours.closed == []
+    await swarm.advance(DEAD_AFTER_S - SUSPECT_AFTER_S)
+    for node, other in ((ours, theirs), (theirs, ours)):
+        ((peer, error),) = node.closed
+        assert peer == other.peer
+        assert isinstance(error, PeerTimeout)
+        assert not node.pool.is_connected(other.peer)
+
+
+async def test_idle_peers_stay_connected(swarm: Swarm) -> None:
+    ours, theirs = await swarm.pair()
+    await swarm.advance(60.0)
+    assert ours.closed == theirs.closed == []
+    assert ours.pool.liveness(theirs.peer) is Liveness.ALIVE
+    assert ours.pool.counters["frames_out"] < 70
+
+
+async def test_our_own_absence_loses_no_peer(swarm: Swarm) -> None:
+    ours, theirs = await swarm.pair()
+    swarm.clock.now += 3600.0
+    ours.pool.tick()
+    theirs.pool.tick()
+    await swarm.settle()
+    assert ours.pool.is_connected(theirs.peer)
+    await swarm.advance(10.0)
+    assert ours.closed == theirs.closed == []
+
+
+async def test_one_way_traffic_keeps_both_sides_alive(swarm: Swarm) -> None:
+    ours, theirs = await swarm.pair()
+    for _ in range(40):
+        ours.pool.send(theirs.peer, StatusRequest(1))
+        await swarm.advance(TICK_S)
+    assert ours.closed == theirs.closed == []
+
+
+async def test_round_trip_is_measured(swarm: Swarm) -> None:
+    ours, theirs = await swarm.pair()
+    assert ours.pool.round_trip_s(theirs.peer) == 0.0  # nothing takes time in this world
+    assert await ours.pool.round_trip(theirs.peer) == 0.0
+
+
+async def test_round_trip_ends_with_its_link(swarm: Swarm) -> None:
+    ours, theirs = await swarm.pair()
+    swarm.world.tamper(theirs.host, ours.host, lambda message: ())
+    measuring = asyncio.create_task(ours.pool.round_trip(theirs.peer))
+    await swarm.settle()
+    swarm.world.cut(ours.host, theirs.host)
+    with pytest.raises(PeerClosed):
+        await measuring
+
+
+async def test_cut_link_is_reported_once_and_can_be_made_again(swarm: Swarm) -> None:
+    ours, theirs = await swarm.pair()
+    swarm.world.cut(ours.host, theirs.host)
+    await until(lambda: bool(ours.closed) and bool(theirs.closed))
+    assert isinstance(ours.closed[0][1], PeerClosed)
+    await ours.pool.connect(theirs.peer, [theirs.address])
+    ours.pool.send(theirs.peer, StatusRequest(9))
+    await until(lambda: len(theirs.frames) == 1)
+    assert len(ours.closed) == len(theirs.closed) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda message: (message, message),
+        lambda message: (bytes([message[0] ^ 1]) + message[1:],),
+        lambda message: (message[:-1],),
+    ],
+    ids=["replayed", "changed", "truncated"],
+)
+async def test_tampering_costs_that_link_only_and_is_counted(
+    swarm: Swarm, change: Callable[[bytes], tuple[bytes, ...]]
+) -> None:
+    ours, theirs = await swarm.pair()
+    third = await swarm.node()
+    await third.pool.connect(theirs.peer, [theirs.address])
+    swarm.world.tamper(ours.host, theirs.host, change)
+    ours.pool.send(theirs.peer, StatusRequest(1))
+    ours.pool.send(theirs.peer, StatusRequest(2))
+    await until(lambda: bool(theirs.closed))
+    ((peer, error),) = theirs.closed
+    assert peer == ours.peer
+    assert isinstance(error, RemoteProtocolError)
+    assert theirs.pool.counters["refused_replayed-or-forged"] == 1
+    third.pool.send(theirs.peer, StatusRequest(3))
+    await until(lambda: (third.peer, StatusRequest(3), b"") in theirs.frames)
+
+
+async def test_malformed_frame_costs_that_link_only_and_is_counted(swarm: Swarm) -> None:
+    ours, theirs = await swarm.pair()
+    ours.pool.send(theirs.peer, CloseSession(bytes(16), 0), b"a payload where none belongs")
+    await until(lambda: bool(theirs.closed) and bool(ours.closed))
+    assert isinstance(theirs.closed[0][1], RemoteProtocolError)
+    assert isinstance(ours.closed[0][1], PeerClosed)
+    assert theirs.pool.counters["refused_malformed"] == 1
+
+
+async def test_failing_handler_costs_one_link_and_its_log_quotes_nothing(swarm: Swarm) -> None:
+    def fail(peer: PeerId, message: AnyMessage, payload: memoryview) -> None:
+        raise ValueError("a secret prompt")
+
+    theirs = await swarm.node(on_frame=fail)
+    ours, third = await swarm.node(), await swarm.node()
+    for node in (ours, third):
+        await node.pool.connect(theirs.peer, [theirs.address])
+    with capture_logs() as logs:
+        ours.pool.send(theirs.peer, StatusRequest(1))
+        await until(lambda: bool(theirs.closed))
+    assert isinstance(theirs.closed[0][1], LocalProtocolError)
+    assert [entry["error"] for entry in logs] == ["ValueError"]
+    assert "secret" not in repr(logs) + str(theirs.closed)
+    assert theirs.pool.is_connected(third.peer)
+
+
+async def test_reason_that_a_handler_gives_is_the_reason_of_the_end(swarm: Swarm) -> None:
+    def refuse(peer: PeerId, message: AnyMessage, payload: memoryview) -> None:
+        raise RemoteProtocolError(peer, "a step of a session that is not yours")
+
+    theirs, ours = await swarm.node(on_frame=refuse), await swarm.node()
+    await ours.pool.connect(theirs.peer, [theirs.address])
+    ours.pool.send(theirs.peer, StatusRequest(1))
+    await until(lambda: bool(theirs.closed))
+    assert "not yours" in str(theirs.closed[0][1])
+
+
+async def test_goodbye_carries_its_reason(swarm: Swarm) -> None:
+    ours, theirs = await swarm.pair()
+    ours.pool.send(theirs.peer, StatusRequest(1))
+    await ours.pool.aclose("maintenance until noon")
+    await ours.pool.aclose()
+    await until(lambda: bool(theirs.closed))
+    assert theirs.frames == [(ours.peer, StatusRequest(1), b"")]
+    ((_, error),) = theirs.closed
+    assert isinstance(error, PeerClosed)
+    assert "maintenance until noon" in str(error)
+    with pytest.raises(ConfigError):
+        await ours.pool.connect(theirs.peer, [theirs.address])
+
+
+async def test_one_peer_can_be_closed_alone(swarm: Swarm) -> None:
+    ours, theirs = await swarm.pair()
+    third = await swarm.node()
+    await ours.pool.connect(third.peer, [third.address])
+    await ours.pool.close_peer(theirs.peer, "no longer needed")
+    await until(lambda: bool(theirs.closed) and bool(ours.closed))
+    assert isinstance(ours.closed[0][1], PeerClosed)
+    assert ours.pool.connected() == [third.peer]
+
+
+async def test_number_of_links_is_bounded(swarm: Swarm) -> None:
+    small = await swarm.node(max_links=1)
+    first, second = await swarm.node(), await swarm.node()
+    await first.pool.connect(small.peer, [small.address])
+    await second.pool.connect(small.peer, [small.address])
+    await until(lambda: bool(second.closed))
+    assert small.pool.counters["refused_too-many-links"] == 1
+    assert first.closed == []
+    with pytest.raises(ResourceExhausted):
+        await small.pool.identify(second.address)
+
+
+async def test_listening_twice_on_one_port_is_refused(swarm: Swarm) -> None:
+    ours = await swarm.node()
+    with pytest.raises(AddressInUse):
+        await ours.pool.listen(ours.address)
+    assert await ours.pool.listen(f"{ours.host}:0") != ours.address
+
+
+async def test_counters_add_up_over_links_that_are_gone(swarm: Swarm) -> None:
+    ours, theirs = await swarm.pair()
+    before = dict(ours.pool.counters)
+    ours.pool.send(theirs.peer, StatusRequest(1))
+    await until(lambda: len(theirs.frames) == 1)
+    swarm.world.cut(ours.host, theirs.host)
+    await until(lambda: bool(ours.closed) and bool(theirs.closed))
+    counters = ours.pool.counters
+    assert counters["frames_out"] == before["frames_out"] + 1 == theirs.pool.counters["frames_in"]
+    assert counters["bytes_out"] == theirs.pool.counters["bytes_in"]
+    assert counters["links"] == counters["peers"] == 0
+
+
+async def test_ping_of_a_peer_is_answered_and_never_shown(swarm: Swarm) -> None:
+    ours, theirs = await swarm.pair()
+    ours.pool.send(theirs.peer, Ping(4_000_000_000))
+    await swarm.settle()
+    assert theirs.frames == ours.frames == []
