@@ -248,7 +248,7 @@ class Discovery:
     async def find(self, model_id: ModelId | None, *, timeout_s: float) -> list[NodeRecord]:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        if not self._connected:
+        if not self._connected and (self._bootstrap or self._lan is not None):
             # Without this, a user who asks right after `start` gets the answer of an empty swarm.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
@@ -308,6 +308,7 @@ class Discovery:
             answer(None)
         else:
             answer(reply)
+            self._met.set()
 
     def _note_connection(self, peer: PeerId, connected: bool) -> None:
         (self._connected.add if connected else self._connected.discard)(peer)

@@ -94,9 +94,10 @@ DHT_QUERY_TIMEOUT_S = 4
 log = logging.getLogger(__name__)
 
 # Trap 12: it prints every peer's failure through the root handler when no logging is configured. After the import,
-# which sets the level itself.
+# because some of its modules set their own level.
 if "LIBP2P_DEBUG" not in os.environ:
-    logging.getLogger("libp2p").setLevel(logging.CRITICAL)
+    for _name in [name for name in logging.root.manager.loggerDict if name.split(".")[0] == "libp2p"]:
+        logging.getLogger(_name).setLevel(logging.CRITICAL)
 
 
 async def _read_delim(reader: Any) -> bytes:
@@ -387,6 +388,8 @@ class _Connections(INotifee):  # type: ignore[misc]
 
     async def disconnected(self, network: Any, conn: Any) -> None:
         their_id = conn.muxed_conn.peer_id
+        # Trap 13: when the other side closes first, it forgets the connection and leaves the socket open.
+        await conn.muxed_conn.secured_conn.close()
         if not [other for other in network.get_connections(their_id) if other is not conn]:
             self._on_connection(PeerId(their_id.to_base58()), False)
 
@@ -440,10 +443,11 @@ async def _running_node(config: HostConfig, hooks: HostHooks) -> AsyncIterator[L
             try:
                 yield Libp2pNode(host, dht, config, hooks)
             finally:
-                # It leaves the sockets that it dialled to the garbage collector, and the peers in doubt.
+                # It leaves connections to the garbage collector, and the peers in doubt.
                 with trio.CancelScope(deadline=trio.current_time() + 1.0, shield=True):
-                    for their_id in host.get_connected_peers():
-                        await host.disconnect(their_id)
+                    async with trio.open_nursery() as nursery:
+                        for their_id in host.get_connected_peers():
+                            nursery.start_soon(host.disconnect, their_id)
 
 
 def _make_host(config: HostConfig, listen: list[multiaddr.Multiaddr]) -> Any:
@@ -466,7 +470,6 @@ def _make_host(config: HostConfig, listen: list[multiaddr.Multiaddr]) -> Any:
         muxer_opt={TProtocol(YAMUX_ID): Yamux},
         enable_quic=False,
         resource_manager=resources,
-        # Trap 4: with the defaults it dials every peer that it has heard of.
         connection_config=ConnectionConfig(
             min_connections=0,
             low_watermark=0,
@@ -478,9 +481,15 @@ def _make_host(config: HostConfig, listen: list[multiaddr.Multiaddr]) -> Any:
         # What peers claim to see us under is hearsay, and one liar would change what we advertise.
         disable_identify_address_discovery=True,
     )
+    swarm = host.get_network()
     # A dial is repeated by who needs it, not three times at once inside a look-up.
-    host.get_network().retry_config = RetryConfig(max_retries=0)
+    swarm.retry_config = RetryConfig(max_retries=0)
+    # Trap 4: it dials everybody that it has heard of until half of high_watermark is reached, whatever the other marks.
+    swarm.auto_connector.maybe_connect = _do_nothing
     return host
+
+
+async def _do_nothing() -> None: ...
 
 
 def _bound_providers(store: Any) -> None:
