@@ -91,8 +91,8 @@ def parse_listen(text: str) -> tuple[str, int]:
 def check_bindable(host: str, port: int) -> None:
     """Makes sure that nobody listens there yet.
 
-    Needed because libp2p sets SO_REUSEPORT: a second process of the same user would listen on the same port without any
-    error, and the kernel would hand each of the two half of the connections.
+    Needed because libp2p sets SO_REUSEPORT (trap 14 of docs/protocol-network.md): a second process of the same user
+    would listen on the same port without any error, and the kernel would hand each of the two half of the connections.
 
     Raises:
         AddressInUse: somebody does.

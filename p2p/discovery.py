@@ -214,7 +214,7 @@ class Discovery:
             self._spawn(self._keep_connected(peer, addresses))
         self._spawn(self._beat())
         self._spawn(self._publish_when_wanted())
-        if self._config.mdns and not all(is_loopback(host) for host, _ in self._listen):
+        if self._config.mdns and not (self._listen and all(is_loopback(host) for host, _ in self._listen)):
             self._lan = LanDiscovery(self._identity.peer_id, self._own_addresses(), self._found_on_lan)
             self._spawn(self._lan.run())
 
@@ -333,14 +333,14 @@ class Discovery:
 
     def _found_on_lan(self, peer: PeerId, addresses: Sequence[PeerAddress]) -> None:
         if peer != self._identity.peer_id and peer not in self._connected:
-            self._spawn(self._quietly(self._meet(peer, addresses)))
+            self._spawn(self._quietly(lambda: self._meet(peer, addresses)))
 
     async def _meet(self, peer: PeerId, addresses: Sequence[PeerAddress]) -> None:
         """First contact: connect, tell, learn, and take the peer into the DHT."""
         await self._bridge.call(lambda node: node.connect(peer, addresses))
         await self._exchange_with(peer, None, limit=MAX_RECORDS)
         self._met.set()
-        self._spawn(self._quietly(self._settle_in(peer)))
+        self._spawn(self._quietly(lambda: self._settle_in(peer)))
 
     async def _settle_in(self, peer: PeerId) -> None:
         await self._bridge.call(lambda node: node.join_dht(peer))
@@ -388,7 +388,7 @@ class Discovery:
         self._publication.forget()
         log.warning("the libp2p thread runs again")
         if self._config.serve:
-            self._spawn(self._quietly(self._widen()))
+            self._spawn(self._quietly(self._widen))
 
     # Publishing.
 
@@ -474,7 +474,7 @@ class Discovery:
     # Shared.
 
     async def _exchange_with(self, peer: PeerId, model_id: ModelId | None, *, limit: int) -> None:
-        request = self._exchange.request(model_id, limit=limit)
+        request = self._exchange.request(model_id, limit=limit, now=self._now())
         try:
             async with asyncio.timeout(EXCHANGE_TIMEOUT_S):
                 answer = await self._bridge.call(lambda node: node.request(peer, request, limit_bytes=MAX_ANSWER_BYTES))
@@ -512,9 +512,9 @@ class Discovery:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _quietly(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _quietly(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
-            await work
+            await work()
         except FusionError as error:
             log.debug("in the background: %s", error)
 

@@ -68,7 +68,7 @@ DIAL_STAGGER_S = 0.25
 """Between starting to dial one address and the next (RFC 8305 "Happy Eyeballs", §5: Connection Attempt Delay)."""
 
 UNREACHABLE_S = 10.0
-"""How long a look-up skips a peer that did not answer. The library's 60 s hide a peer that has come back."""
+"""How long a look-up skips a peer that did not answer (trap 10). The library's 60 s hide a peer that is back."""
 
 REQUEST_TIMEOUT_S = 10.0
 MAX_MULTISTREAM_BYTES = 64 * 1024
@@ -83,10 +83,10 @@ MAX_DHT_VALUES = 4096
 
 MAX_DHT_PROVIDER_KEYS = 4096
 MAX_PROVIDERS_PER_KEY = 200
-"""The library keeps 20, and thus the DHT would never name the 21st node of a model."""
+"""Trap 9: the library keeps 20, and thus the DHT would never name the 21st node of a model."""
 
 PROVIDER_TTL_S = 600
-"""The library's 48 hours make every look-up dial the dead of two days. Nodes provide every 120 s."""
+"""Trap 9: the library's 48 hours make every look-up dial the dead of two days. Nodes provide every 120 s."""
 
 DHT_QUERY_TIMEOUT_S = 4
 
@@ -452,8 +452,8 @@ async def _running_node(config: HostConfig, hooks: HostHooks) -> AsyncIterator[L
 
 def _make_host(config: HostConfig, listen: list[multiaddr.Multiaddr]) -> Any:
     key_pair = create_new_key_pair(config.seed)
-    # Rate limits per peer share one bucket for all who are not authenticated yet, so that one flooder would lock
-    # everybody out; the memory limits count this process's tensors. Counts of connections and streams remain.
+    # Trap 15: rate limits per peer share one bucket for all who are not authenticated yet, so that one flooder would
+    # lock everybody out; the memory limits count this process's tensors. Counts of connections and streams remain.
     resources = ResourceManager(
         limits=ResourceLimits(max_connections=2 * MAX_CONNECTIONS, max_streams=MAX_STREAMS),
         enable_metrics=False,
@@ -478,8 +478,8 @@ def _make_host(config: HostConfig, listen: list[multiaddr.Multiaddr]) -> Any:
             dial_timeout=DIAL_TIMEOUT_S,
         ),
         addrs_factory=_advertised,
-        # What peers claim to see us under is hearsay, and one liar would change what we advertise.
-        disable_identify_address_discovery=True,
+        # What peers claim to see us under is hearsay, and a liar would change what we advertise.
+        disable_identify_address_discovery=True,  # trap 16
     )
     swarm = host.get_network()
     # A dial is repeated by who needs it, not three times at once inside a look-up.

@@ -128,7 +128,7 @@ class MemoryDiscovery:
         return self._world.reachable_from(self._identity.peer_id)
 
     def _exchange_with(self, other: MemoryDiscovery, model_id: ModelId | None, *, limit: int) -> None:
-        request = self._exchange.request(model_id, limit=limit)
+        request = self._exchange.request(model_id, limit=limit, now=self._now())
         self._exchange.receive(other._exchange.answer(request, now=other._now()), now=self._now())
 
     def _now(self) -> UnixS:

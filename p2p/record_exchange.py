@@ -70,9 +70,10 @@ class RecordExchange:
             self.own_envelope, self._own_peer = envelope, record.peer
         return record
 
-    def request(self, model_id: ModelId | None, *, limit: int) -> bytes:
-        """Encodes a request that pushes the own record."""
-        pushed = () if self.own_envelope is None else (self.own_envelope,)
+    def request(self, model_id: ModelId | None, *, limit: int, now: UnixS) -> bytes:
+        """Encodes a request that pushes the own record, if it is still live."""
+        own = None if self._own_peer is None else self.table.envelope_of(self._own_peer, now=now)
+        pushed = () if own is None else (own,)
         return msgspec.msgpack.encode(ExchangeRequest(EXCHANGE_VERSION, pushed, model_id, limit))
 
     def answer(self, request: bytes, *, now: UnixS) -> bytes:

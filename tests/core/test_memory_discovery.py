@@ -146,18 +146,28 @@ def test_answer_has_the_own_record_first_then_the_newest_and_tombstones() -> Non
         now=now,
     )
     asker = RecordExchange(RecordTable())
-    received = asker.receive(exchange.answer(asker.request(MODEL, limit=10), now=now), now=now)
+    received = asker.receive(exchange.answer(asker.request(MODEL, limit=10, now=now), now=now), now=now)
     assert [r.peer for r in received] == [identity(n).peer_id for n in (1, 4, 3, 2)]
     assert peers(asker.serving(MODEL, now=now)) == {identity(2).peer_id, identity(3).peer_id}
-    limited = exchange.answer(asker.request(MODEL, limit=2), now=now)
+    limited = exchange.answer(asker.request(MODEL, limit=2, now=now), now=now)
     assert len(asker.receive(limited, now=now)) == 2
+
+
+def test_own_record_that_has_expired_is_not_pushed() -> None:
+    now = Clock().now
+    exchange = exchange_with(own=record(1, now), now=now)
+
+    def pushed(now: UnixS) -> int:
+        return len(msgspec.msgpack.decode(exchange.request(None, limit=0, now=now), type=ExchangeRequest).pushed)
+
+    assert (pushed(now), pushed(UnixS(now + 61))) == (1, 0)
 
 
 def test_answer_is_bounded_in_bytes() -> None:
     now = Clock().now
     models = tuple(ModelId(f"{n:064x}") for n in range(32))
     exchange = exchange_with(*(record(n, now, models=models) for n in range(1, MAX_RECORDS + 10)), now=now)
-    answer = exchange.answer(RecordExchange(RecordTable()).request(None, limit=MAX_RECORDS), now=now)
+    answer = exchange.answer(RecordExchange(RecordTable()).request(None, limit=MAX_RECORDS, now=now), now=now)
     assert MAX_ANSWER_BYTES - 8192 < len(answer) <= MAX_ANSWER_BYTES
 
 

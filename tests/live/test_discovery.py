@@ -14,6 +14,7 @@ import pytest
 
 from fusion_node.errors import AddressInUse, ConfigError, NoPeers, PeerError
 from fusion_node.types import ModelId, PeerId
+from p2p.addresses import dialable_hosts, is_loopback
 from p2p.control import ControlPlaneDown
 from p2p.discovery import Discovery, DiscoveryConfig, provider_key, record_key
 from p2p.identity import Identity
@@ -355,6 +356,29 @@ async def test_cancelled_call_is_cancelled_in_the_thread(start: Start) -> None:
     await _until(has_begun)
     call.cancel()
     await _until(has_ended)
+
+
+@pytest.mark.skipif(all(map(is_loopback, dialable_hosts("0.0.0.0"))), reason="no network but loopback")  # noqa: S104
+async def test_peers_on_one_network_find_one_another_by_mdns() -> None:
+    node = Discovery(Identity.generate(), DiscoveryConfig(("0.0.0.0:0",), (), mdns=True, serve=True))
+    user = Discovery(Identity.generate(), DiscoveryConfig((), (), mdns=True, serve=False))
+    assert await _never_loopback(node)
+    try:
+        await user.start()
+        await user.wait_for_peer(LIMIT_S)
+
+        async def is_met() -> bool:
+            return node._identity.peer_id in user._connected
+
+        await _until(is_met)
+    finally:
+        await user.aclose()
+        await node.aclose()
+
+
+async def _never_loopback(node: Discovery) -> bool:
+    await node.start()
+    return not any("/127.0.0.1/" in address or "/0.0.0.0/" in address for address in node.addresses)
 
 
 async def test_port_in_use_is_named(start: Start) -> None:
