@@ -81,6 +81,12 @@ class DownloadFailed(FusionError):
     retryable = True
 
 
+class NodeFailed(FusionError):
+    """A node process that this command started ended before it was ready. Its last words are in the message."""
+
+    exit_code = 12
+
+
 class LocalProtocolError(FusionError):
     """This program broke its own rules: a bug here, never a peer's fault. Please report it."""
 

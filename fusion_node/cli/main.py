@@ -9,8 +9,10 @@ from typing import Annotated
 import typer
 
 import fusion_node
+from fusion_node.cli.demo import demo
 from fusion_node.cli.join import join
 from fusion_node.cli.models import models_app
+from fusion_node.cli.status import status
 from fusion_node.cli.talk import chat, generate
 from fusion_node.errors import FusionError
 
@@ -22,9 +24,11 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(models_app, name="models")
+app.command()(demo)
 app.command()(join)
 app.command()(generate)
 app.command()(chat)
+app.command()(status)
 
 
 @app.callback(invoke_without_command=True)

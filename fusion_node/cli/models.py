@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -41,8 +42,7 @@ def pull(
     file: Annotated[str | None, typer.Option(help="Which .gguf file of a folder or repository.")] = None,
 ) -> None:
     """Fetch a model. An interrupted pull continues when it is run again."""
-    with _bars() as progress:
-        model = ModelStore().pull(source, revision=revision, file=file, progress=progress)
+    model = pull_with_progress(source, revision=revision, file=file)
     Console().print(f"{model.name}  {model.model_id}  {_size(model.size_bytes)}", soft_wrap=True, highlight=False)
 
 
@@ -138,6 +138,14 @@ class _RichProgress:
         if self._task is not None:
             total = self._bars.tasks[self._task].total or 1
             self._bars.update(self._task, total=total, completed=total)
+
+
+def pull_with_progress(
+    source: str, *, revision: str | None = None, file: str | None = None, home: Path | None = None
+) -> StoredModel:
+    """Fetches a model into the store, or finds it there, with progress bars on standard error."""
+    with _bars() as progress:
+        return ModelStore(home).pull(source, revision=revision, file=file, progress=progress)
 
 
 @contextmanager

@@ -211,6 +211,11 @@ class SwarmClient:
         """Answers a conversation; see generate."""
         return self._generation(messages, params, plain_fallback=False)
 
+    async def encode(self, prompt: str, *, raw: bool = False) -> list[int]:
+        """The token ids that generate would start from."""
+        _, tokenizer = await self._loaded()
+        return self._encode(tokenizer, prompt if raw else [{"role": "user", "content": prompt}], plain_fallback=True)
+
     async def find_route(self, num_positions: int) -> tuple[tuple[MeasuredNode, LayerRange], ...]:
         """The nodes that would serve a session now.
 

@@ -126,6 +126,7 @@ class _Starter:
             )
             stack.push_async_callback(discovery.aclose)
             await discovery.start()
+            log.info("listening", peer=identity.peer_id, addresses=discovery.addresses)
             layers = config.layers or await self._choose(
                 discovery, model, num_layers, numerics, free_memory_bytes(device)
             )

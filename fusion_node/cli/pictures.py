@@ -1,0 +1,87 @@
+"""What the terminal shows of a swarm: a table of nodes and a picture of the layers that they cover."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from rich.table import Table
+from rich.text import Text
+
+from fusion_node.client.overview import ModelView, NodeView
+from fusion_node.client.session_core import printable
+
+MAX_CELLS = 64
+"""Columns of the picture; a model with more layers shares cells, and a cell shows its worst layer."""
+
+_MARKS = (("·", "bold red"), ("▄", "yellow"), ("█", "green"))
+"""No holder, one holder, two or more."""
+
+_COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
+    ("node", "left"),
+    ("model", "left"),
+    ("layers", "left"),
+    ("type", "left"),
+    ("device", "left"),
+    ("rtt ms", "right"),
+    ("ms/layer", "right"),
+    ("sessions", "right"),
+    ("age", "right"),
+    ("", "left"),
+)
+
+
+def node_table(nodes: Sequence[NodeView]) -> Table:
+    """One row per shard of a node. Everything a peer says of itself is made printable first."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
+    for name, justify in _COLUMNS:
+        table.add_column(name, justify=justify, no_wrap=True)
+    for node in nodes:
+        trip = "–" if node.round_trip_ms is None else f"{node.round_trip_ms:.1f}"
+        for shard in node.shards:
+            table.add_row(
+                f"…{node.peer[-8:]}",
+                Text(printable(shard.model)),
+                f"{shard.start}:{shard.stop}",
+                Text(printable(shard.numerics)),
+                Text(printable(node.device)),
+                trip,
+                f"{shard.ms_per_layer:.2f}",
+                f"{node.counters.get('open_sessions', node.num_sessions):.0f}",
+                f"{node.record_age_s:.0f} s",
+                Text(printable(node.problem), style="red"),
+            )
+    return table
+
+
+def coverage(model: ModelView) -> Text:
+    """The layers of a model from first to last, marked by how many nodes hold each."""
+    holders = model.holders_per_layer
+    cells = min(len(holders), MAX_CELLS)
+    text = Text(f"{printable(model.model)}  0 ")
+    for cell in range(cells):
+        first, last = cell * len(holders) // cells, (cell + 1) * len(holders) // cells
+        mark, style = _MARKS[min(min(holders[first:last]), 2)]
+        text.append(mark, style=style)
+    text.append(f" {len(holders)}  ")
+    missing = uncovered(holders)
+    if missing:
+        text.append(f"layers {', '.join(missing)} not covered", style="bold red")
+    else:
+        least, most = min(holders), max(holders)
+        times = f"{least}×" if least == most else f"{least}× to {most}×"
+        text.append(f"all layers covered {times}")
+    return text
+
+
+def uncovered(holders: Sequence[int]) -> list[str]:
+    """Ranges ``START:STOP`` without a holder."""
+    ranges: list[list[int]] = []
+    for layer, count in enumerate(holders):
+        if count:
+            continue
+        if ranges and ranges[-1][1] == layer:
+            ranges[-1][1] = layer + 1
+        else:
+            ranges.append([layer, layer + 1])
+    return [f"{start}:{stop}" for start, stop in ranges]

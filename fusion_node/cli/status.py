@@ -1,0 +1,43 @@
+"""``fusion-node status``: the swarm at a glance."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+
+from fusion_node.cli.logs import LogFormat, configure_logs
+from fusion_node.cli.options import AsJson, Home, Mdns, Peers
+from fusion_node.cli.pictures import coverage, node_table
+from fusion_node.client.connection import SwarmConnection
+from fusion_node.client.overview import Overview, look_around
+from fusion_node.store import ModelStore
+
+
+def status(
+    model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Only nodes that serve this model.")] = None,
+    peer: Peers = None,
+    mdns: Mdns = True,
+    home: Home = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the nodes of a swarm, what they hold, their round trips, and which layers are covered."""
+    configure_logs(LogFormat.AUTO, quiet=True)
+    model_id = None if model is None else ModelStore(home).find(model).model_id
+
+    async def run() -> Overview:
+        async with SwarmConnection(peer or (), mdns=mdns) as connection:
+            return await look_around(connection, model_id)
+
+    overview = asyncio.run(run())
+    if as_json:
+        print(msgspec.json.encode(overview).decode())
+        return
+    console = Console()
+    console.print(node_table(overview.nodes) if overview.nodes else "no node serves a model here")
+    for view in overview.models:
+        console.print()
+        console.print(coverage(view))

@@ -1,0 +1,132 @@
+"""The state of a swarm as a user sees it: who is there, what they hold, which layers are covered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from fusion_node.client.connection import MeasuredNode, SwarmConnection
+from fusion_node.errors import PeerError
+from fusion_node.types import ModelId
+
+
+class ShardView(msgspec.Struct, frozen=True):
+    """One shard of one node."""
+
+    model: str
+    model_id: str
+    start: int
+    stop: int
+    num_layers: int
+    numerics: str
+    ms_per_layer: float
+    kv_free_positions: int
+
+
+class NodeView(msgspec.Struct, frozen=True):
+    """One node: its own record, and what we measured. ``problem`` says why it could not be reached."""
+
+    peer: str
+    operator: str
+    device: str
+    software: str
+    addresses: tuple[str, ...]
+    record_age_s: float
+    round_trip_ms: float | None
+    num_sessions: int
+    memory_free_bytes: int
+    shards: tuple[ShardView, ...]
+    counters: dict[str, float]
+    problem: str
+
+
+class ModelView(msgspec.Struct, frozen=True):
+    """One model: how many reachable nodes hold each layer, per layer."""
+
+    model: str
+    model_id: str
+    num_layers: int
+    holders_per_layer: tuple[int, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        return all(self.holders_per_layer)
+
+
+class Overview(msgspec.Struct, frozen=True):
+    """The swarm at one moment."""
+
+    nodes: tuple[NodeView, ...]
+    models: tuple[ModelView, ...]
+
+
+async def look_around(connection: SwarmConnection, model_id: ModelId | None = None) -> Overview:
+    """Finds nodes, measures them and asks each for its counters.
+
+    Raises:
+        NoPeers: no peer of the swarm can be reached.
+    """
+    records = await connection.find(model_id)
+    nodes = await connection.measure(records)
+    views = [await _view(connection, node) for node in sorted(nodes, key=_by_layers)]
+    return Overview(tuple(views), tuple(_models(views)))
+
+
+async def _view(connection: SwarmConnection, node: MeasuredNode) -> NodeView:
+    record, problem, counters = node.record, node.problem, dict[str, float]()
+    if node.round_trip_s is not None:
+        try:
+            counters = await connection.status_of(node)
+        except PeerError as error:
+            problem = str(error)
+    return NodeView(
+        peer=record.peer,
+        operator=record.operator,
+        device=record.device,
+        software=record.software,
+        addresses=record.data_addresses,
+        record_age_s=round(max(time.time() - record.issued_at, 0.0), 1),
+        round_trip_ms=None if node.round_trip_s is None else round(node.round_trip_s * 1000, 2),
+        num_sessions=record.num_sessions,
+        memory_free_bytes=record.memory_free_bytes,
+        shards=tuple(
+            ShardView(
+                model=s.model_name,
+                model_id=s.model_id,
+                start=s.start,
+                stop=s.stop,
+                num_layers=s.num_layers,
+                numerics=s.numerics,
+                ms_per_layer=round(s.seconds_per_layer * 1000, 3),
+                kv_free_positions=s.kv_free_tokens,
+            )
+            for s in record.shards
+        ),
+        counters=counters,
+        problem=problem,
+    )
+
+
+def _models(nodes: Sequence[NodeView]) -> list[ModelView]:
+    """Coverage counts only nodes that answer: a listed ghost covers nothing."""
+    holders: dict[tuple[str, int], list[int]] = {}
+    names: dict[str, str] = {}
+    for node in nodes:
+        for shard in node.shards:
+            # Who claims another number of layers speaks of another model, whatever id it claims.
+            layers = holders.setdefault((shard.model_id, shard.num_layers), [0] * shard.num_layers)
+            names.setdefault(shard.model_id, shard.model)
+            if node.round_trip_ms is not None:
+                for layer in range(shard.start, shard.stop):
+                    layers[layer] += 1
+    return [
+        ModelView(names[model_id], model_id, num_layers, tuple(layers))
+        for (model_id, num_layers), layers in sorted(holders.items())
+    ]
+
+
+def _by_layers(node: MeasuredNode) -> tuple[str, int, str]:
+    shards = node.record.shards
+    return (shards[0].model_id, shards[0].start, node.record.peer) if shards else ("~", 0, node.record.peer)

@@ -1,0 +1,104 @@
+"""SwarmClient for scripts that are not asynchronous: the same calls, blocking, over an event loop in a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator, Sequence
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from fusion_node.client.sampling import SamplingParams
+from fusion_node.client.swarm import Generation, GenerationStats, SwarmClient
+from fusion_node.client.tokenizer import ChatMessage
+
+T = TypeVar("T")
+
+
+class SyncGeneration:
+    """An answer on its way: iterate for its text. ``stats`` fills while you do."""
+
+    def __init__(self, generation: Generation, loop: asyncio.AbstractEventLoop) -> None:
+        self._generation = generation
+        self._loop = loop
+        self.stats: GenerationStats = generation.stats
+
+    def __iter__(self) -> Iterator[str]:
+        pieces = self._generation.__aiter__()
+
+        async def following() -> str | None:
+            return await anext(pieces, None)
+
+        try:
+            while (piece := asyncio.run_coroutine_threadsafe(following(), self._loop).result()) is not None:
+                yield piece
+        finally:
+            # Also when the caller leaves the loop early: the session on the nodes is freed at once.
+            asyncio.run_coroutine_threadsafe(self._generation.aclose(), self._loop).result()
+
+    def text(self) -> str:
+        """The whole answer."""
+        return "".join(self)
+
+
+class SyncSwarmClient:
+    """A user of one model in a swarm, for plain scripts.
+
+    Example::
+
+        with SyncSwarmClient("smollm2-135m", peers=["/ip4/…"]) as swarm:
+            print(swarm.generate("What is a peer-to-peer network?").text())
+
+    Takes the arguments of SwarmClient and raises what it raises.
+    """
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        self._model = model
+        self._settings = settings
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="swarm-client", daemon=True)
+        self._swarm: SwarmClient | None = None
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        try:
+            self._swarm = self._call(self._enter())
+        except BaseException:
+            self._stop_loop()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if self._swarm is not None:
+                self._call(self._swarm.aclose())
+        finally:
+            self._stop_loop()
+
+    def generate(self, prompt: str, params: SamplingParams | None = None, *, raw: bool = False) -> SyncGeneration:
+        """See SwarmClient.generate."""
+        return SyncGeneration(self._client.generate(prompt, params, raw=raw), self._loop)
+
+    def chat(self, messages: Sequence[ChatMessage], params: SamplingParams | None = None) -> SyncGeneration:
+        """See SwarmClient.chat."""
+        return SyncGeneration(self._client.chat(messages, params), self._loop)
+
+    @property
+    def _client(self) -> SwarmClient:
+        if self._swarm is None:
+            raise RuntimeError("use SyncSwarmClient with `with`")
+        return self._swarm
+
+    async def _enter(self) -> SwarmClient:
+        # Made inside the loop: what it holds belongs to it.
+        return await SwarmClient(self._model, **self._settings).__aenter__()
+
+    def _call(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def _stop_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
