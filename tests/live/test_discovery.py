@@ -15,7 +15,7 @@ import pytest
 from fusion_node.errors import AddressInUse, ConfigError, NoPeers, PeerError
 from fusion_node.types import ModelId, PeerId
 from p2p.addresses import dialable_hosts, is_loopback
-from p2p.control import ControlPlaneDown
+from p2p.control import ControlNode, ControlPlaneDown
 from p2p.discovery import Discovery, DiscoveryConfig, provider_key, record_key
 from p2p.identity import Identity
 from p2p.record_exchange import MAX_ANSWER_BYTES, ExchangeRequest
@@ -362,8 +362,9 @@ async def test_cancelled_call_is_cancelled_in_the_thread(start: Start) -> None:
 async def test_peers_on_one_network_find_one_another_by_mdns() -> None:
     node = Discovery(Identity.generate(), DiscoveryConfig(("0.0.0.0:0",), (), mdns=True, serve=True))
     user = Discovery(Identity.generate(), DiscoveryConfig((), (), mdns=True, serve=False))
-    assert await _never_loopback(node)
+    await node.start()
     try:
+        assert await _advertises_only_what_others_can_dial(node)
         await user.start()
         await user.wait_for_peer(LIMIT_S)
 
@@ -376,9 +377,12 @@ async def test_peers_on_one_network_find_one_another_by_mdns() -> None:
         await node.aclose()
 
 
-async def _never_loopback(node: Discovery) -> bool:
-    await node.start()
-    return not any("/127.0.0.1/" in address or "/0.0.0.0/" in address for address in node.addresses)
+async def _advertises_only_what_others_can_dial(node: Discovery) -> bool:
+    async def advertised(host: ControlNode) -> list[str]:
+        return [str(address) for address in host._host.get_addrs()]  # type: ignore[attr-defined]
+
+    told = [*node.addresses, *await node._bridge.call(advertised)]
+    return bool(told) and not any("/127.0.0.1/" in text or "/0.0.0.0/" in text for text in told)
 
 
 async def test_port_in_use_is_named(start: Start) -> None:
