@@ -66,6 +66,7 @@ _STATIC_KEY_DOMAIN = b"fusion-node/noise-static/1:"
 _PAYLOAD_BYTES = 32 + 64
 _LENGTH = struct.Struct("<I")
 _NONCE = struct.Struct("<4xQ")
+_MAX_SHORT_FRAME_BYTES = MAX_SEGMENT_PLAIN_BYTES - _LENGTH.size
 
 
 class LinkRefusal(enum.StrEnum):
@@ -237,7 +238,7 @@ class Sealer:
             LinkRefused: the frame is longer than a receiver accepts, or the link has sealed as much as it may.
         """
         total = len(head) + len(payload)
-        if total <= MAX_SEGMENT_PLAIN_BYTES - _LENGTH.size:
+        if total <= _MAX_SHORT_FRAME_BYTES:
             return (self._seal_one(b"".join((_LENGTH.pack(total), head, payload))),)
         if total > MAX_FRAME_BYTES:
             raise LinkRefused(LinkRefusal.OVERSIZED, f"frame of {total} bytes exceeds {MAX_FRAME_BYTES}")

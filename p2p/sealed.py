@@ -25,9 +25,9 @@ from fusion_node.errors import (
 from fusion_node.types import PeerId
 from fusion_node.wire import WireError
 from p2p.identity import Identity, short
-from p2p.messages import AnyMessage, decode_message, encode_message
+from p2p.messages import AnyMessage, Frame, decode_message, encode_message
 from p2p.noise_core import Handshake, LinkKeys, LinkRefusal, LinkRefused, Opener, Sealer
-from p2p.seam import Channel, Frame, LinkCounters
+from p2p.seam import Channel, LinkCounters
 
 
 class SealedLink:
@@ -38,12 +38,13 @@ class SealedLink:
         self.queued_bytes = 0
         self._channel = channel
         self._peer = keys.peer
-        self._sealer = Sealer(keys.sending_key)
-        self._opener = Opener(keys.receiving_key)
+        self._seal = Sealer(keys.sending_key).seal
+        self._open = Opener(keys.receiving_key).open
+        self._read = channel.read
+        self._write = channel.write
         self._refused = refused
         self._outbox: deque[bytes] = deque()
-        self._num_posted = 0
-        self._num_written = 0
+        self._num_pumped = 0
         self._drained: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._pump: asyncio.Task[None] | None = None
         self._closed: str | None = None
@@ -61,19 +62,23 @@ class SealedLink:
         """See Link.post."""
         if self._closed is not None:
             raise self._closed_error()
+        counters = self.counters
         try:
-            for segment in self._sealer.seal(encode_message(message), payload):
-                self._num_posted += 1
-                if self._pump is None:
-                    waiting = self._write(segment)
-                    if waiting is not None:
-                        self._pump = asyncio.get_running_loop().create_task(self._pump_outbox(waiting))
-                else:
+            for segment in self._seal(encode_message(message), payload):
+                counters.bytes_out += len(segment)
+                if self._pump is not None:
                     self._outbox.append(segment)
                     self.queued_bytes += len(segment)
+                    continue
+                waiting = self._write(segment)
+                if waiting is not None:
+                    self._pump = asyncio.get_running_loop().create_task(self._pump_outbox(waiting))
         except (WireError, LinkRefused) as error:
             raise LocalProtocolError(f"a {type(message).__name__} cannot be sent: {error}") from error
-        self.counters.frames_out += 1
+        except PeerClosed as error:
+            self.abort(str(error))
+            raise self._closed_error() from error
+        counters.frames_out += 1
 
     async def drain(self) -> None:
         """See Link.drain."""
@@ -82,7 +87,7 @@ class SealedLink:
         if self._pump is None:
             return
         done = asyncio.get_running_loop().create_future()
-        self._drained.append((self._num_posted, done))
+        self._drained.append((self._num_pumped + len(self._outbox), done))
         await done
 
     async def send(self, message: AnyMessage, payload: bytes | bytearray | memoryview = b"") -> None:
@@ -93,15 +98,16 @@ class SealedLink:
 
     async def receive(self) -> Frame:
         """See Link.receive."""
+        counters = self.counters
         try:
             while self._closed is None:
-                segment = await self._channel.read()
-                self.counters.bytes_in += len(segment)
-                frame = self._opener.open(segment)
-                if frame is not None:
-                    message, payload = decode_message(frame)
-                    self.counters.frames_in += 1
-                    return Frame(message, payload)
+                segment = await self._read()
+                counters.bytes_in += len(segment)
+                opened = self._open(segment)
+                if opened is not None:
+                    frame = decode_message(opened)
+                    counters.frames_in += 1
+                    return frame
         except LinkRefused as error:
             raise self._refuse(error.reason, str(error)) from error
         except WireError as error:
@@ -127,23 +133,13 @@ class SealedLink:
             self._closing = asyncio.get_running_loop().create_task(self._channel.aclose())
         await asyncio.shield(self._closing)
 
-    def _write(self, segment: bytes) -> Awaitable[None] | None:
-        try:
-            waiting = self._channel.write(segment)
-        except PeerClosed as error:
-            self.abort(str(error))
-            raise self._closed_error() from error
-        self._num_written += 1
-        self.counters.bytes_out += len(segment)
-        return waiting
-
     async def _pump_outbox(self, waiting: Awaitable[None] | None) -> None:
         """Writes what is queued as the transport makes room. Lives only while there is something queued."""
         try:
             while True:
                 if waiting is not None:
                     await waiting
-                while self._drained and self._drained[0][0] <= self._num_written:
+                while self._drained and self._drained[0][0] <= self._num_pumped:
                     _, done = self._drained.popleft()
                     if not done.done():
                         done.set_result(None)
@@ -152,6 +148,7 @@ class SealedLink:
                     return
                 segment = self._outbox.popleft()
                 self.queued_bytes -= len(segment)
+                self._num_pumped += 1
                 waiting = self._write(segment)
         except PeerClosed as error:
             self.abort(str(error))

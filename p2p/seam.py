@@ -9,17 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from fusion_node.types import PeerId
-from p2p.messages import AnyMessage
-
-
-class Frame(NamedTuple):
-    """One received message with its payload, a read-only view that stays valid as long as it is referenced."""
-
-    message: AnyMessage
-    payload: memoryview
+from p2p.messages import AnyMessage, Frame
 
 
 @dataclass(slots=True)
