@@ -24,7 +24,7 @@ PIP := $(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c c
 help:  ## List the targets and the variables
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
 	@echo "Variables: PYTHON (the interpreter to use), PIP_ARGS, DEMO_ARGS, PYTEST_ARGS."
-	@echo "Without a GPU on Linux, PIP_ARGS='--extra-index-url https://download.pytorch.org/whl/cpu' saves gigabytes."
+	@echo "Without a GPU on Linux, PIP_ARGS='--extra-index-url URL' with PyTorch's CPU index saves gigabytes."
 
 setup: $(VENV)/.stamp-setup  ## Install fusion-node and what it needs to run into .venv
 	@echo "fusion-node is installed: $(BIN)/fusion-node --help"
