@@ -36,7 +36,7 @@ from fusion_node.types import PeerId
 from fusion_node.wire import MAX_FRAME_BYTES
 from p2p.heartbeat_core import DEAD_AFTER_S, Heartbeat, Liveness
 from p2p.identity import short
-from p2p.messages import AnyMessage, Goodbye, Ping, Pong
+from p2p.messages import AnyMessage, Frame, Goodbye, Ping, Pong
 from p2p.seam import Link, LinkCounters, Listener, Network
 
 MAX_QUEUE_BYTES = 2 * MAX_FRAME_BYTES
@@ -353,20 +353,26 @@ class LinkPool:
     async def _run(self, entry: _PooledLink) -> None:
         """Reads one link until it ends."""
         link = entry.link
-        peer, receive, on_frame = link.peer, link.receive, self._on_frame
-        try:
-            while True:
-                message, payload = await receive()
+        peer, on_frame = link.peer, self._on_frame
+
+        def handle(frame: Frame) -> None:
+            message, payload = frame
+            try:
                 if isinstance(message, _OURS):
                     self._dispatch(entry, message)
                 else:
                     on_frame(peer, message, payload)
+            except FusionError as error:
+                self._fail(entry, error)
+            except Exception as error:  # noqa: BLE001 - the per-stream handler: a bug costs one link, not the node
+                # Without the exception's text, which may quote what the peer sent.
+                _log.error("the handler of a frame failed", peer=peer, error=type(error).__name__)
+                self._fail(entry, LocalProtocolError(f"the handler of a frame failed with {type(error).__name__}"))
+
+        try:
+            await link.serve(handle)
         except FusionError as error:
             reason = entry.reason or error
-        except Exception as error:  # noqa: BLE001 - the per-stream handler: a bug above costs one link, not the node
-            # Without the exception's text, which may quote what the peer sent.
-            _log.error("the handler of a frame failed", peer=peer, error=type(error).__name__)
-            reason = LocalProtocolError(f"the handler of a frame failed with {type(error).__name__}")
         finally:
             self._remove(entry)
         try:

@@ -9,17 +9,24 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Generator, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
-from fusion_node.errors import AddressInUse, ConfigError, FusionError, PeerClosed, PeerUnreachable, RemoteProtocolError
+from fusion_node.errors import (
+    AddressInUse,
+    ConfigError,
+    FusionError,
+    PeerClosed,
+    PeerError,
+    PeerUnreachable,
+    RemoteProtocolError,
+)
 from fusion_node.types import PeerId
 from p2p.identity import Identity
 from p2p.noise_core import MAX_SEGMENT_BYTES, LinkRefusal
 from p2p.records import PROTOCOL_VERSION
-from p2p.sealed import SealedLink, initiate, respond
-from p2p.seam import Link, Listener, OnLink
+from p2p.sealed import Room, SealedLink, initiate, respond
+from p2p.seam import ChannelReceiver, Link, Listener, OnLink
 
 HIGH_WATER_BYTES = 64 * 1024
 """As much as an asyncio transport buffers before it asks the writer to wait."""
@@ -168,7 +175,7 @@ class _MemoryListener:
 
 
 class _MemoryChannel:
-    """One end of a connection. ``_inbox`` holds what has arrived; None in it is the end."""
+    """One end of a connection. ``_inbox`` holds what has arrived and is not yet delivered."""
 
     def __init__(self, world: MemoryWorld, host: str, remote_host: str, remote_address: str) -> None:
         self.host = host
@@ -178,11 +185,16 @@ class _MemoryChannel:
         self._world = world
         self._inbox: deque[bytes] = deque()
         self._inbox_bytes = 0
+        self._room = Room()
+        self._receiver: ChannelReceiver | None = None
+        self._paused = False
         self._closed = False
-        self._arrived = asyncio.Event()
-        self._room = asyncio.Event()
-        self._room.set()
+        self._reported = False
         world.channels.add(self)
+
+    def set_receiver(self, receiver: ChannelReceiver) -> None:
+        self._receiver = receiver
+        self._deliver_soon()
 
     def write(self, data: bytes) -> Awaitable[None] | None:
         if self._closed:
@@ -192,29 +204,15 @@ class _MemoryChannel:
             return None
         change = self._world.tampers.get(path)
         for message in (data,) if change is None else change(data):
-            self.other._deliver(message)
-        return None if self.other._room.is_set() else _UntilSet(self.other._room)
+            self.other._arrive(bytes(message))
+        return None if self.other._room.is_set() else self.other._room
 
-    def _deliver(self, message: bytes) -> None:
-        self._inbox.append(bytes(message))
-        self._inbox_bytes += len(message)
-        if self._inbox_bytes > HIGH_WATER_BYTES:
-            self._room.clear()
-        self._arrived.set()
+    def pause_reading(self) -> None:
+        self._paused = True
 
-    async def read(self) -> bytes:
-        while not self._inbox:
-            if self._closed:
-                raise PeerClosed(self.remote_address, f"{self.remote_address} closed the connection")
-            self._arrived.clear()
-            await self._arrived.wait()
-        message = self._inbox.popleft()
-        self._inbox_bytes -= len(message)
-        if self._inbox_bytes <= HIGH_WATER_BYTES:
-            self._room.set()
-        if len(message) > MAX_SEGMENT_BYTES:
-            raise RemoteProtocolError(self.remote_address, f"message of {len(message)} bytes")
-        return message
+    def resume_reading(self) -> None:
+        self._paused = False
+        self._deliver_soon()
 
     def abort(self) -> None:
         self._inbox.clear()
@@ -225,21 +223,40 @@ class _MemoryChannel:
     async def aclose(self) -> None:
         self.abort()
 
+    def _arrive(self, message: bytes) -> None:
+        self._inbox.append(message)
+        self._inbox_bytes += len(message)
+        if self._inbox_bytes > HIGH_WATER_BYTES:
+            self._room.clear()
+        self._deliver_soon()
+
+    def _deliver_soon(self) -> None:
+        asyncio.get_running_loop().call_soon(self._deliver)
+
+    def _deliver(self) -> None:
+        while self._inbox and not self._paused and self._receiver is not None:
+            message = self._inbox.popleft()
+            self._inbox_bytes -= len(message)
+            if len(message) > MAX_SEGMENT_BYTES:
+                self._report(RemoteProtocolError(self.remote_address, f"a message of {len(message)} bytes"))
+                self.abort()
+                return
+            self._receiver.message_received(message)
+        if self._inbox_bytes <= HIGH_WATER_BYTES:
+            self._room.set()
+        if self._closed and not self._inbox:
+            self._report(PeerClosed(self.remote_address, f"{self.remote_address} closed the connection"))
+
+    def _report(self, error: PeerError) -> None:
+        if self._receiver is not None and not self._reported:
+            self._reported = True
+            self._receiver.channel_closed(error)
+
     def _end(self) -> None:
         self._closed = True
-        self._arrived.set()
         self._room.set()
         self._world.channels.discard(self)
-
-
-class _UntilSet:
-    """Awaits an event; unlike a coroutine it may also be dropped unawaited."""
-
-    def __init__(self, event: asyncio.Event) -> None:
-        self._event = event
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        yield from self._event.wait().__await__()
+        self._deliver_soon()
 
 
 def _channel_pair(

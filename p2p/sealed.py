@@ -4,7 +4,8 @@ Everything that the transports have in common is here, so that the in-memory twi
 encrypted bytes, as the WebSocket. The cryptography is in p2p.noise_core.
 
 A frame is sealed when it is posted, not when it is written: the payload is then free for its owner, and the cost is the
-same. While the transport has room, a posted frame is written in the same call, without waking any task.
+same. While the transport has room, a posted frame is written in the same call, without waking any task; and a received
+one reaches its handler in the call in which the transport read it.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import asyncio
 import contextlib
 import secrets
 from collections import Counter, deque
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Generator
+from typing import Any, NoReturn
 
 from fusion_node.errors import (
     LocalProtocolError,
     PeerClosed,
+    PeerError,
     PeerUnreachable,
     ProtocolVersionMismatch,
     RemoteProtocolError,
@@ -28,6 +31,26 @@ from p2p.identity import Identity, short
 from p2p.messages import AnyMessage, Frame, decode_message, encode_message
 from p2p.noise_core import Handshake, LinkKeys, LinkRefusal, LinkRefused, Opener, Sealer
 from p2p.seam import Channel, LinkCounters
+
+MAX_INBOX_BYTES = 256 * 1024
+"""Payload bytes that wait for ``receive`` before the peer has to wait. Four segments."""
+
+MAX_EARLY_MESSAGES = 4
+"""Messages that may wait during the handshake, which has at most two per side."""
+
+
+class Room:
+    """Whether a transport takes more: an event that is awaited directly, and may be dropped unawaited."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self._event.set()
+        self.set = self._event.set
+        self.clear = self._event.clear
+        self.is_set = self._event.is_set
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        yield from self._event.wait().__await__()
 
 
 class SealedLink:
@@ -40,8 +63,12 @@ class SealedLink:
         self._peer = keys.peer
         self._seal = Sealer(keys.sending_key).seal
         self._open = Opener(keys.receiving_key).open
-        self._read = channel.read
         self._write = channel.write
+        self._handler: Callable[[Frame], None] | None = None
+        self._inbox: deque[Frame] = deque()
+        self._inbox_bytes = 0
+        self._changed: asyncio.Future[None] | None = None
+        self._refusal: RemoteProtocolError | None = None
         self._refused = refused
         self._outbox: deque[bytes] = deque()
         self._num_pumped = 0
@@ -96,40 +123,78 @@ class SealedLink:
         if self._pump is not None:
             await self.drain()
 
+    async def serve(self, handler: Callable[[Frame], None]) -> NoReturn:
+        """See Link.serve."""
+        self._handler = handler
+        try:
+            while self._inbox:
+                handler(self._inbox.popleft())
+            self._inbox_bytes = 0
+            self._channel.resume_reading()
+            while self._closed is None:
+                await self._change()
+        finally:
+            self._handler = None
+        raise self._ending()
+
     async def receive(self) -> Frame:
         """See Link.receive."""
+        while not self._inbox:
+            if self._closed is not None:
+                raise self._ending()
+            await self._change()
+        frame = self._inbox.popleft()
+        before, self._inbox_bytes = self._inbox_bytes, self._inbox_bytes - len(frame.payload)
+        if self._inbox_bytes <= MAX_INBOX_BYTES < before:
+            self._channel.resume_reading()
+        return frame
+
+    def message_received(self, data: bytes | memoryview) -> None:
+        """See ChannelReceiver."""
+        if self._closed is not None:
+            return
         counters = self.counters
+        counters.bytes_in += len(data)
         try:
-            while self._closed is None:
-                segment = await self._read()
-                counters.bytes_in += len(segment)
-                opened = self._open(segment)
-                if opened is not None:
-                    frame = decode_message(opened)
-                    counters.frames_in += 1
-                    return frame
+            opened = self._open(data)
+            if opened is None:
+                return
+            frame = decode_message(opened)
         except LinkRefused as error:
-            raise self._refuse(error.reason, str(error)) from error
+            self._refuse(error.reason, error)
+            return
         except WireError as error:
-            raise self._refuse(LinkRefusal.MALFORMED, str(error)) from error
-        except RemoteProtocolError as error:
-            raise self._refuse(LinkRefusal.MALFORMED, str(error)) from error
-        except PeerClosed as error:
-            self.abort(str(error))
-            raise self._closed_error() from error
-        raise self._closed_error()
+            self._refuse(LinkRefusal.MALFORMED, error)
+            return
+        counters.frames_in += 1
+        if self._handler is not None:
+            self._handler(frame)
+            return
+        self._inbox.append(frame)
+        self._inbox_bytes += len(frame.payload)
+        if self._inbox_bytes > MAX_INBOX_BYTES:
+            self._channel.pause_reading()
+        self._wake()
+
+    def channel_closed(self, error: PeerError) -> None:
+        """See ChannelReceiver."""
+        if isinstance(error, RemoteProtocolError):
+            self._refuse(LinkRefusal.MALFORMED, error)
+        else:
+            self._end(str(error))
 
     def abort(self, why: str = "the link was cut here") -> None:
-        """Closes at once, without waiting for anything."""
+        """See Link.abort."""
         if self._closed is None:
-            self._mark_closed(why)
-            self._channel.abort()
-            self._closing = asyncio.get_running_loop().create_task(self._channel.aclose())
+            self._inbox.clear()
+            self._end(why)
 
     async def aclose(self) -> None:
         """See Link.aclose."""
-        if self._closing is None:
+        if self._closed is None:
+            self._inbox.clear()
             self._mark_closed("the link was closed here")
+        if self._closing is None:
             self._closing = asyncio.get_running_loop().create_task(self._channel.aclose())
         await asyncio.shield(self._closing)
 
@@ -153,6 +218,13 @@ class SealedLink:
         except PeerClosed as error:
             self.abort(str(error))
 
+    def _end(self, why: str) -> None:
+        """Closes at once, without waiting for anything. What has been received can still be had."""
+        if self._closed is None:
+            self._mark_closed(why)
+            self._channel.abort()
+            self._closing = asyncio.get_running_loop().create_task(self._channel.aclose())
+
     def _mark_closed(self, why: str) -> None:
         self._closed = why
         self._outbox.clear()
@@ -163,15 +235,71 @@ class SealedLink:
             _, done = self._drained.popleft()
             if not done.done():
                 done.set_exception(self._closed_error())
+        self._wake()
+
+    async def _change(self) -> None:
+        """Returns when a frame has come or the link has closed."""
+        self._changed = asyncio.get_running_loop().create_future()
+        await self._changed
+
+    def _wake(self) -> None:
+        if self._changed is not None and not self._changed.done():
+            self._changed.set_result(None)
+
+    def _ending(self) -> PeerError:
+        """Why the link ended; what the peer did wrong is said once."""
+        refusal, self._refusal = self._refusal, None
+        return refusal or self._closed_error()
 
     def _closed_error(self) -> PeerClosed:
         return PeerClosed(self._peer, f"the link with peer {short(self._peer)} is closed: {self._closed}")
 
-    def _refuse(self, reason: LinkRefusal, message: str) -> RemoteProtocolError:
-        self._refused[str(reason)] += 1
-        error = RemoteProtocolError(self._peer, f"peer {short(self._peer)} broke the protocol ({reason}): {message}")
-        self.abort(str(error))
-        return error
+    def _refuse(self, reason: LinkRefusal, error: Exception) -> None:
+        if self._closed is None:
+            self._refused[str(reason)] += 1
+            message = f"peer {short(self._peer)} broke the protocol ({reason}): {error}"
+            self._refusal = RemoteProtocolError(self._peer, message)
+            self._refusal.__cause__ = error
+            self._end(message)
+
+
+class _Mailbox:
+    """Receives for the handshake, which is sequential and therefore asks for one message after the other."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.messages: deque[bytes] = deque()
+        self.error: PeerError | None = None
+        self._channel = channel
+        self._arrived = asyncio.Event()
+        channel.set_receiver(self)
+
+    def message_received(self, data: bytes | memoryview) -> None:
+        self.messages.append(bytes(data))
+        if len(self.messages) >= MAX_EARLY_MESSAGES:
+            self._channel.pause_reading()
+        self._arrived.set()
+
+    def channel_closed(self, error: PeerError) -> None:
+        self.error = error
+        self._arrived.set()
+
+    async def get(self) -> bytes:
+        while not self.messages:
+            if self.error is not None:
+                raise self.error
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self.messages.popleft()
+
+    def hand_over(self, link: SealedLink) -> None:
+        """What came too early goes to the link, and all that follows."""
+        for message in self.messages:
+            link.message_received(message)
+        self._channel.set_receiver(link)
+        if self.error is not None:
+            link.channel_closed(self.error)
+        else:
+            self._channel.resume_reading()
 
 
 async def initiate(
@@ -187,21 +315,24 @@ async def initiate(
     handshake = Handshake(
         identity, initiator=True, static_private=secrets.token_bytes(32), expect=expect, version=version
     )
+    mailbox = _Mailbox(channel)
     await _write(channel, handshake.start())
-    return await _finish(channel, handshake, refused, expect)
+    return await _finish(channel, mailbox, handshake, refused, expect)
 
 
 async def respond(channel: Channel, identity: Identity, refused: Counter[str], *, version: int) -> SealedLink:
     """The accepting side's handshake; as ``initiate``."""
     handshake = Handshake(identity, initiator=False, static_private=secrets.token_bytes(32), version=version)
-    return await _finish(channel, handshake, refused, None)
+    return await _finish(channel, _Mailbox(channel), handshake, refused, None)
 
 
-async def _finish(channel: Channel, handshake: Handshake, refused: Counter[str], expect: PeerId | None) -> SealedLink:
+async def _finish(
+    channel: Channel, mailbox: _Mailbox, handshake: Handshake, refused: Counter[str], expect: PeerId | None
+) -> SealedLink:
     who = expect or channel.remote_address
     try:
         while handshake.keys is None:
-            answer = handshake.receive(await channel.read())
+            answer = handshake.receive(await mailbox.get())
             if answer:
                 await _write(channel, answer)
     except LinkRefused as error:
@@ -217,7 +348,9 @@ async def _finish(channel: Channel, handshake: Handshake, refused: Counter[str],
         raise
     except PeerClosed as error:
         raise PeerUnreachable(who, f"{channel.remote_address} hung up during the handshake") from error
-    return SealedLink(channel, handshake.keys, refused)
+    link = SealedLink(channel, handshake.keys, refused)
+    mailbox.hand_over(link)
+    return link
 
 
 async def _write(channel: Channel, data: bytes) -> None:

@@ -9,15 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NoReturn, Protocol, TypeAlias
 
+from fusion_node.errors import PeerError
 from fusion_node.types import PeerId
 from p2p.messages import AnyMessage, Frame
 
 
 @dataclass(slots=True)
 class LinkCounters:
-    """What one link has carried. Segments count as they come and go, frames when they are whole."""
+    """What one link has carried: bytes on the wire as they arrive and as they are posted, and whole frames."""
 
     frames_in: int = 0
     frames_out: int = 0
@@ -72,8 +73,15 @@ class Link(Protocol):
         """
         ...
 
+    async def serve(self, handler: Callable[[Frame], None]) -> NoReturn:
+        """Calls ``handler`` with every frame, in order, from the transport itself; instead of ``receive``.
+
+        What the handler raises ends the link and is raised here. So is what ends the link otherwise, as by ``receive``.
+        """
+        ...
+
     async def receive(self) -> Frame:
-        """The next frame. One caller at a time.
+        """The next frame. One caller at a time. A reader who does not come back makes the peer wait.
 
         Raises:
             PeerClosed: the link is closed, by either side.
@@ -90,11 +98,27 @@ class Link(Protocol):
         ...
 
 
+class ChannelReceiver(Protocol):
+    """Who a Channel reports to. Called by the transport, so it neither waits nor raises."""
+
+    def message_received(self, data: bytes | memoryview) -> None:
+        """One message. A view is valid only until this returns."""
+        ...
+
+    def channel_closed(self, error: PeerError) -> None:
+        """The last call: PeerClosed, or RemoteProtocolError when something came that is no message of agreed size."""
+        ...
+
+
 class Channel(Protocol):
     """Carries messages with their boundaries, in order, unsealed and unauthenticated: what a transport implements."""
 
     @property
     def remote_address(self) -> str: ...
+
+    def set_receiver(self, receiver: ChannelReceiver) -> None:
+        """From now on ``receiver`` is called, first with what came before; if it has ended already, with that."""
+        ...
 
     def write(self, data: bytes) -> Awaitable[None] | None:
         """Hands one message over, at once. An awaitable means: taken, but await this before the next one.
@@ -104,17 +128,14 @@ class Channel(Protocol):
         """
         ...
 
-    async def read(self) -> bytes:
-        """The next message. One caller at a time; may be cancelled without loss.
-
-        Raises:
-            PeerClosed: the channel is closed.
-            RemoteProtocolError: something other than a message of the agreed size came.
-        """
+    def pause_reading(self) -> None:
+        """No more messages until ``resume_reading``; the peer will have to wait."""
         ...
 
+    def resume_reading(self) -> None: ...
+
     def abort(self) -> None:
-        """Cuts the channel at once; whoever reads gets PeerClosed soon."""
+        """Cuts the channel at once; ``channel_closed`` follows soon."""
         ...
 
     async def aclose(self) -> None:

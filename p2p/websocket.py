@@ -4,6 +4,9 @@ One path, binary messages, no compression, no certificates: identity and secrecy
 so that a link passes HTTP proxies without having to trust them. Every message is one handshake message or one sealed
 segment, at most 64 KiB, which also bounds what a stranger can make us buffer.
 
+aiohttp does HTTP up to the upgrade, on both sides; then a channel of ours takes over its transport, as the head of
+p2p.websocket_core explains.
+
 Before a connection has proven an identity it costs little and not for long: at most MAX_UNAUTHENTICATED of them exist,
 each for at most HANDSHAKE_TIMEOUT_S, counted from the TCP accept, whatever it sends or does not send.
 """
@@ -11,16 +14,18 @@ each for at most HANDSHAKE_TIMEOUT_S, counted from the TCP accept, whatever it s
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import errno
+import hashlib
+import secrets
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Coroutine, Generator
-from typing import Any
+from collections.abc import Awaitable
 
 import aiohttp
 import structlog
-from aiohttp import WSMsgType, web
+from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
 from yarl import URL
 
@@ -29,16 +34,19 @@ from fusion_node.errors import (
     ConfigError,
     FusionError,
     PeerClosed,
+    PeerError,
     PeerUnreachable,
     ProtocolVersionMismatch,
     RemoteProtocolError,
 )
 from fusion_node.types import PeerId
+from fusion_node.wire import WireError
 from p2p.identity import Identity
 from p2p.noise_core import MAX_SEGMENT_BYTES, LinkRefusal
 from p2p.records import PROTOCOL_VERSION
-from p2p.sealed import SealedLink, initiate, respond
-from p2p.seam import Link, Listener, OnLink
+from p2p.sealed import Room, SealedLink, initiate, respond
+from p2p.seam import ChannelReceiver, Link, Listener, OnLink
+from p2p.websocket_core import Decoder, Opcode, encode
 
 PATH = "/fusion"
 
@@ -51,8 +59,10 @@ MAX_UNAUTHENTICATED = 64
 CLOSE_TIMEOUT_S = 1.0
 """How long a closing side waits for the other's close frame. A frozen peer never answers."""
 
-_MAX_MESSAGE_BYTES = MAX_SEGMENT_BYTES + 1
-"""aiohttp refuses a message that is as long as its limit."""
+_ACCEPT_GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
+"""RFC 6455 §1.3."""
+
+_CLOSE_NORMALLY = (1000).to_bytes(2, "big")
 
 _log = structlog.get_logger(__name__)
 
@@ -91,12 +101,7 @@ class WebSocketNetwork:
         session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
         try:
             async with asyncio.timeout(timeout_s):
-                ws = await session.ws_connect(
-                    URL.build(scheme="ws", host=host, port=port, path=PATH),
-                    timeout=aiohttp.ClientWSTimeout(ws_close=CLOSE_TIMEOUT_S),
-                    max_msg_size=_MAX_MESSAGE_BYTES,
-                )
-                channel = _WebSocketChannel(ws, address, session)
+                channel = await _upgrade(session, host, port, address)
                 try:
                     return await initiate(channel, self._identity, self.refused, expect=expect, version=self._version)
                 except BaseException:
@@ -202,13 +207,17 @@ class _WebSocketListener:
         transport.abort()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        ws = web.WebSocketResponse(timeout=CLOSE_TIMEOUT_S, compress=False, max_msg_size=_MAX_MESSAGE_BYTES)
+        ws = web.WebSocketResponse(compress=False)
         if request.path != PATH or not ws.can_prepare(request):
             self._refused[str(LinkRefusal.MALFORMED)] += 1
             return web.Response(status=404, text="This port speaks the fusion-node data plane.\n")
         await ws.prepare(request)
-        remote = request.transport.get_extra_info("peername") if request.transport is not None else None
-        channel = _WebSocketChannel(ws, join_address(remote[0], remote[1]) if remote else "unknown")
+        if request.transport is None:
+            return ws
+        remote = request.transport.get_extra_info("peername")
+        channel = _WebSocketChannel(
+            request.transport, join_address(remote[0], remote[1]) if remote else "unknown", request.protocol
+        )
         try:
             link = await respond(channel, self._identity, self._refused, version=self._version)
         except FusionError as error:
@@ -227,90 +236,165 @@ class _WebSocketListener:
         return ws
 
 
-class _WebSocketChannel:
-    """A Channel over either end of an aiohttp WebSocket."""
+class _WebSocketChannel(asyncio.BufferedProtocol):
+    """A Channel that has taken an upgraded connection over from aiohttp, as client or as server.
+
+    Args:
+        transport: of the connection; from now on this is its protocol.
+        before: the protocol that it had. It still learns that the connection is lost, and cleans up.
+        session, response: the client's, which end with the connection; None for the server.
+    """
 
     def __init__(
         self,
-        ws: web.WebSocketResponse | aiohttp.ClientWebSocketResponse,
+        transport: asyncio.Transport,
         remote_address: str,
+        before: asyncio.BaseProtocol,
         session: aiohttp.ClientSession | None = None,
+        response: aiohttp.ClientResponse | None = None,
     ) -> None:
-        self._ws = ws
+        self._response = response  # which would close the connection if it were collected
+        self._transport = transport
         self._remote_address = remote_address
+        self._before = before
         self._session = session
-        self._socket: Any = ws.get_extra_info("socket")
-        if self._socket is not None:
+        self._is_client = session is not None
+        self._decoder = Decoder(expect_masked=not self._is_client, max_message_bytes=MAX_SEGMENT_BYTES)
+        self._receiver: ChannelReceiver | None = None
+        self._room = Room()
+        self._paused = False
+        self._closed = False
+        self._lost = asyncio.Event()
+        tcp = transport.get_extra_info("socket")
+        if tcp is not None:
             with contextlib.suppress(OSError):
-                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        transport.set_protocol(self)
+
+    # Channel
 
     @property
     def remote_address(self) -> str:
         return self._remote_address
 
-    def write(self, data: bytes) -> Awaitable[None] | None:
-        # Without compression aiohttp hands the bytes to the transport before it first suspends, and suspends only to
-        # wait for room. One step of its coroutine is therefore a write without a task; the rest is the waiting.
-        sending = self._ws.send_bytes(data)
-        try:
-            waiting_for = sending.send(None)
-        except StopIteration:
-            return None
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._closed() from error
-        return _RestOfWrite(sending, waiting_for, self)
+    def set_receiver(self, receiver: ChannelReceiver) -> None:
+        self._receiver = receiver
+        if self._closed:
+            receiver.channel_closed(self._closed_error())
 
-    async def read(self) -> bytes:
-        message = await self._ws.receive()
-        if message.type is WSMsgType.BINARY:
-            data: bytes = message.data
-            return data
-        if message.type is WSMsgType.TEXT:
-            raise RemoteProtocolError(self._remote_address, "a text message where only binary ones belong")
-        if message.type is WSMsgType.ERROR and isinstance(message.data, aiohttp.WebSocketError):
-            raise RemoteProtocolError(self._remote_address, f"WebSocket error {message.data.code}") from message.data
-        raise self._closed()
+    def write(self, data: bytes) -> Awaitable[None] | None:
+        if self._closed:
+            raise self._closed_error()
+        self._transport.write(encode(Opcode.BINARY, data, masked=self._is_client))
+        return None if self._room.is_set() else self._room
+
+    def pause_reading(self) -> None:
+        if not self._paused:
+            self._paused = True
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self._paused:
+            self._paused = False
+            self._deliver()
+            if not self._paused:
+                self._transport.resume_reading()
 
     def abort(self) -> None:
-        if self._socket is not None:
-            # The transport itself is not public on the client's side; it sees this as a hang-up.
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
+        self._transport.abort()
 
     async def aclose(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(2 * CLOSE_TIMEOUT_S):
-                await self._ws.close()
-        self.abort()
+        if not self._closed:
+            self._transport.write(encode(Opcode.CLOSE, _CLOSE_NORMALLY, masked=self._is_client))
+            self._closed = True
+            self._room.set()
+            self._paused = False
+            self._transport.resume_reading()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await self._lost.wait()
+        self._transport.abort()
+        await self._lost.wait()
+        if self._response is not None:
+            self._response.close()
         if self._session is not None:
             await self._session.close()
 
-    def _closed(self) -> PeerClosed:
+    # asyncio.BufferedProtocol
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._decoder.get_buffer()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._decoder.written(nbytes)
+        self._deliver()
+
+    def pause_writing(self) -> None:
+        self._room.clear()
+
+    def resume_writing(self) -> None:
+        self._room.set()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end(self._closed_error())
+        self._lost.set()
+        self._before.connection_lost(exc)
+
+    def _deliver(self) -> None:
+        try:
+            while not self._paused:
+                message = self._decoder.next()
+                if message is None:
+                    return
+                opcode, data = message
+                if opcode is not Opcode.BINARY:
+                    self._control(opcode, data)
+                elif not self._closed and self._receiver is not None:
+                    self._receiver.message_received(data)
+        except WireError as error:
+            self._transport.abort()
+            self._end(RemoteProtocolError(self._remote_address, str(error)))
+
+    def _control(self, opcode: Opcode, data: memoryview) -> None:
+        # A peer that pings and does not read the pongs gets no more of them.
+        if opcode is Opcode.PING and not self._closed and self._room.is_set():
+            self._transport.write(encode(Opcode.PONG, data, masked=self._is_client))
+        elif opcode is Opcode.CLOSE:
+            if not self._closed:
+                self._transport.write(encode(Opcode.CLOSE, data[:2], masked=self._is_client))
+            self._transport.close()
+            self._end(self._closed_error())
+
+    def _end(self, error: PeerError) -> None:
+        if not self._closed:
+            self._closed = True
+            self._room.set()
+            if self._receiver is not None:
+                self._receiver.channel_closed(error)
+
+    def _closed_error(self) -> PeerClosed:
         return PeerClosed(self._remote_address, f"{self._remote_address} closed the connection")
 
 
-class _RestOfWrite:
-    """Awaits what is left of a coroutine whose first step was taken by hand."""
-
-    def __init__(self, sending: Coroutine[Any, Any, None], waiting_for: object, channel: _WebSocketChannel) -> None:
-        self._sending = sending
-        self._waiting_for = waiting_for
-        self._channel = channel
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        try:
-            waiting_for = self._waiting_for
-            while True:
-                try:
-                    sent = yield waiting_for
-                except BaseException as error:  # noqa: BLE001 - handed on to where it belongs
-                    waiting_for = self._sending.throw(error)
-                else:
-                    waiting_for = self._sending.send(sent)
-        except StopIteration:
-            return
-        except (aiohttp.ClientError, OSError) as error:
-            raise self._channel._closed() from error
+async def _upgrade(session: aiohttp.ClientSession, host: str, port: int, address: str) -> _WebSocketChannel:
+    """The client's side of the opening handshake (RFC 6455 §4.1)."""
+    key = base64.b64encode(secrets.token_bytes(16)).decode()
+    headers = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "13", "Sec-WebSocket-Key": key}
+    response = await session.get(
+        URL.build(scheme="http", host=host, port=port, path=PATH),
+        headers=headers,
+        allow_redirects=False,
+        read_until_eof=False,
+    )
+    digest = hashlib.sha1(key.encode() + _ACCEPT_GUID, usedforsecurity=False).digest()
+    accepted = response.headers.get("Sec-WebSocket-Accept") == base64.b64encode(digest).decode()
+    connection = response.connection
+    if response.status != 101 or not accepted or connection is None:
+        response.close()
+        raise RemoteProtocolError(address, f"{address} does not speak the data plane: HTTP status {response.status}")
+    if connection.transport is None or connection.protocol is None:
+        raise PeerUnreachable(address, f"{address} hung up during the handshake")
+    return _WebSocketChannel(connection.transport, address, connection.protocol, session, response)
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -335,8 +419,6 @@ def _translate_dial(error: BaseException, who: str, address: str, timeout_s: flo
     match error:
         case TimeoutError():
             return PeerUnreachable(who, f"{address} did not answer within {timeout_s:g} s")
-        case aiohttp.WSServerHandshakeError():
-            return RemoteProtocolError(who, f"{address} does not speak the data plane: HTTP status {error.status}")
         case aiohttp.ClientError() | OSError() | ValueError():
             return PeerUnreachable(who, f"cannot connect to {address}: {_reason(error)}")
         case _:
