@@ -25,11 +25,15 @@ def configure_logs(log_format: LogFormat, *, verbose: bool = False, quiet: bool 
     ]
     renderer: structlog.typing.Processor
     if log_format is LogFormat.JSON:
-        shared.append(structlog.processors.dict_tracebacks)
+        # Without local variables, here and below: they hold prompts and keys.
+        frames = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
+        shared.append(structlog.processors.ExceptionRenderer(frames))
         renderer = structlog.processors.JSONRenderer()
     else:
         colors = log_format is LogFormat.PRETTY or sys.stderr.isatty()
-        renderer = structlog.dev.ConsoleRenderer(colors=colors, pad_event_to=20)
+        renderer = structlog.dev.ConsoleRenderer(
+            colors=colors, pad_event_to=20, exception_formatter=structlog.dev.plain_traceback
+        )
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,
