@@ -57,7 +57,7 @@ class SamplingParams:
             (0.0 < self.top_p <= 1.0, "top_p must be above 0 and at most 1"),
             (self.top_k is None or self.top_k >= 1, "top_k must be at least 1"),
             (0.0 <= self.min_p <= 1.0, "min_p must be between 0 and 1"),
-            (0.0 < self.repetition_penalty <= 100.0, "repetition_penalty must be above 0 and at most 100"),
+            (0.01 <= self.repetition_penalty <= 100.0, "repetition_penalty must be between 0.01 and 100"),
             (self.seed is None or 0 <= self.seed < 2**63, "seed must be between 0 and 2^63 - 1"),
             (len(self.stop) <= 16, "at most 16 stop strings"),
             (all(self.stop), "a stop string is empty"),
@@ -82,7 +82,10 @@ def choose_token(
         _penalise(scores, seen, params.repetition_penalty)
     if params.temperature == 0.0:
         return int(scores.argmax())
-    scores /= params.temperature
+    # The best one at 0, so that nothing but the hopeless overflows, to minus infinity, at a temperature of almost 0.
+    scores -= scores.max()
+    with np.errstate(over="ignore"):
+        scores /= params.temperature
     scores = _keep_probable(scores, params)
     return int((scores + gumbel_noise(seed, position, len(scores))).argmax())
 

@@ -35,6 +35,14 @@ def test_temperature_sharpens_the_distribution() -> None:
     assert np.abs(draw(SamplingParams(temperature=0.5)) - sharp / sharp.sum()).max() < 0.03
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-10])
+@pytest.mark.parametrize("filters", [{}, {"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.2}])
+def test_temperature_of_almost_nothing_is_greedy(temperature: float, filters: dict[str, float]) -> None:
+    params = SamplingParams(temperature=temperature, **filters)  # type: ignore[arg-type]
+    logits = np.array([5.0, -3.0, 9.0, 100.0, -1e4], dtype=np.float32)
+    assert choose_token(logits, params, seed=1, position=5, seen=()) == 3
+
+
 @pytest.mark.parametrize(
     ("params", "allowed"),
     [
@@ -65,7 +73,16 @@ def test_noise_is_a_function_of_seed_and_position(seed: int, position: int) -> N
 
 @pytest.mark.parametrize(
     "bad",
-    [{"max_tokens": 0}, {"temperature": -1}, {"top_p": 0}, {"top_k": 0}, {"min_p": 2}, {"seed": -1}, {"stop": ("",)}],
+    [
+        {"max_tokens": 0},
+        {"temperature": -1},
+        {"top_p": 0},
+        {"top_k": 0},
+        {"min_p": 2},
+        {"seed": -1},
+        {"repetition_penalty": 1e-9},
+        {"stop": ("",)},
+    ],
 )
 def test_parameters_out_of_range_are_refused(bad: dict[str, object]) -> None:
     with pytest.raises(ConfigError):
