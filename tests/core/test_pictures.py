@@ -1,0 +1,62 @@
+"""What the terminal shows of a swarm, also when a peer's claims are hostile."""
+
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+
+from fusion_node.cli.local_swarm import split_evenly
+from fusion_node.cli.pictures import coverage, node_table, uncovered
+from fusion_node.client.overview import ModelView, NodeView, ShardView
+
+
+def node(name: str = "smollm2-135m", device: str = "cpu", problem: str = "") -> NodeView:
+    shard = ShardView(name, "a" * 64, 0, 10, 30, "fp32", 1.5, 4000)
+    return NodeView("12D3KooW" + "x" * 44, "", device, "", ("127.0.0.1:1",), 3.0, 1.25, 2, 10**9, (shard,), {}, problem)
+
+
+def printed(renderable: object, width: int = 100) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width, force_terminal=False).print(renderable)
+    return out.getvalue()
+
+
+def test_uncovered_layers_are_named_as_ranges() -> None:
+    assert uncovered([0, 0, 1, 2, 0, 1, 0]) == ["0:2", "4:5", "6:7"]
+    assert uncovered([1, 2]) == []
+
+
+def test_coverage_shows_one_mark_per_layer() -> None:
+    text = coverage(ModelView("m", "a" * 64, 6, (0, 0, 1, 1, 2, 3))).plain
+    assert "··▄▄██" in text
+    assert "layers 0:2 not covered" in text
+    assert "all layers covered 1× to 2×" in coverage(ModelView("m", "a" * 64, 2, (1, 2))).plain
+
+
+def test_coverage_of_a_deep_model_shows_the_worst_layer_of_each_cell() -> None:
+    holders = [1] * 128
+    holders[77] = 0
+    text = coverage(ModelView("m", "a" * 64, 128, tuple(holders))).plain
+    assert text.count("·") == 1
+    assert "layers 77:78 not covered" in text
+
+
+def test_node_table_fits_eighty_columns() -> None:
+    text = printed(node_table([node()]), width=80)
+    assert "…xxxxxxxx" in text
+    assert "0:10" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_control_characters_and_markup_of_a_peer_are_shown_as_text() -> None:
+    text = printed(node_table([node(name="[red]\x1b[31mboo", device="\x07bell\n", problem="[link=x]y")]), width=200)
+    assert "\x1b" not in text
+    assert "\x07" not in text
+    assert "[red]?[31mboo" in text
+    assert "[link=x]y" in text
+
+
+def test_layers_are_split_evenly() -> None:
+    assert [str(r) for r in split_evenly(30, 3)] == ["0:10", "10:20", "20:30"]
+    assert [len(r) for r in split_evenly(30, 4)] == [7, 8, 7, 8]

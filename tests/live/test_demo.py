@@ -1,0 +1,69 @@
+"""The demonstration as a user runs it: real processes, the real model, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fusion_node.cli.local_swarm import LocalSwarm, split_evenly
+from fusion_node.errors import NodeFailed
+from fusion_node.store import StoredModel
+from fusion_node.types import LayerRange
+
+pytestmark = pytest.mark.live
+
+COMMAND = [sys.executable, "-m", "fusion_node.cli.main", "demo"]
+
+
+def run(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "FUSION_HOME": str(home)}
+    return subprocess.run([*COMMAND, *arguments], env=env, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_demo_answers_through_three_nodes_with_the_tokens_of_transformers(
+    builtin_model: StoredModel, test_home: Path
+) -> None:
+    done = run(test_home, "--check", "--json", "--max-tokens", "24")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert "Paris" in result["text"]
+    assert result["check"]["equal"] is True
+    assert [stage["layers"] for stage in result["stages"]] == ["0:10", "10:20", "20:30"]
+    assert len({stage["peer"] for stage in result["stages"]}) == 3
+    assert result["time_to_first_token_s"] > 0
+    assert all(not psutil.pid_exists(node["pid"]) for node in result["nodes"])
+
+
+def test_demo_prints_what_a_person_wants_to_see(builtin_model: StoredModel, test_home: Path) -> None:
+    done = run(test_home, "--nodes", "2", "--max-tokens", "8", "--prompt", "Say [bold]hello[/].")
+    assert done.returncode == 0, done.stderr
+    assert "You: Say [bold]hello[/]." in done.stdout
+    assert "all layers covered 1×" in done.stdout
+    assert "tokens/s" in done.stdout
+    assert "layers 15:30" in done.stdout
+
+
+def test_demo_refuses_more_nodes_than_layers_before_it_starts_any(builtin_model: StoredModel, test_home: Path) -> None:
+    done = run(test_home, "--nodes", "99")
+    assert done.returncode == 2
+    assert done.stdout == ""
+
+
+async def test_local_swarm_tells_why_a_node_failed_and_leaves_none_behind(
+    builtin_model: StoredModel, test_home: Path, tmp_path: Path
+) -> None:
+    swarm = LocalSwarm(builtin_model.name, folder=tmp_path, home=test_home, threads=1, numerics="fp32")
+    async with swarm:
+        with pytest.raises(NodeFailed, match="lies outside the model"):
+            await swarm.start([LayerRange(20, 31)])
+    async with LocalSwarm(builtin_model.name, folder=tmp_path, home=test_home, threads=1, numerics="fp32") as swarm:
+        await swarm.start(split_evenly(30, 2))
+    assert all(node.process.returncode is not None for node in swarm.nodes)
+    await asyncio.gather(*(node.process.wait() for node in swarm.nodes))
