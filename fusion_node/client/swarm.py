@@ -196,6 +196,14 @@ class SwarmClient:
             await asyncio.wait((self._loading,))
         self._compute.shutdown(wait=False)
 
+    async def wait_loaded(self) -> None:
+        """Returns when the boundary and the tokenizer are in memory; answers wait for that by themselves.
+
+        Raises:
+            StoreCorrupted: they cannot be read.
+        """
+        await self._loaded()
+
     def generate(self, prompt: str, params: SamplingParams | None = None, *, raw: bool = False) -> Generation:
         """Answers a prompt, as one message of a chat when the model has a chat template.
 
@@ -250,7 +258,8 @@ class SwarmClient:
     ) -> AsyncGenerator[str, None]:
         began = time.perf_counter()
         _, tokenizer = await self._loaded()
-        ids = self._encode(tokenizer, prompt, plain_fallback)
+        # A prompt of a megabyte takes a second, in which heartbeats and other answers must go on.
+        ids = await asyncio.to_thread(self._encode, tokenizer, prompt, plain_fallback)
         max_tokens = self._room(len(ids), params.max_tokens)
         stats.prompt_tokens = len(ids)
         stats.seed = params.seed if params.seed is not None else secrets.randbits(63)
