@@ -12,6 +12,7 @@ import fusion_node
 from fusion_node.cli.demo import demo
 from fusion_node.cli.join import join
 from fusion_node.cli.models import models_app
+from fusion_node.cli.serve import serve
 from fusion_node.cli.status import status
 from fusion_node.cli.talk import chat, generate
 from fusion_node.errors import FusionError
@@ -26,6 +27,7 @@ app = typer.Typer(
 app.add_typer(models_app, name="models")
 app.command()(demo)
 app.command()(join)
+app.command()(serve)
 app.command()(generate)
 app.command()(chat)
 app.command()(status)

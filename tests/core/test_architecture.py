@@ -36,6 +36,7 @@ UNSAFE_FLAGS = {"trust_remote_code", "allow_pickle"}
 # Handlers of every Exception that do not end by raising: file -> (how many at most, why).
 CATCHES_EVERYTHING: dict[str, tuple[int, str]] = {
     "fusion_node/cli/main.py": (1, "an unforeseen fault becomes one line and an exit status"),
+    "fusion_node/gateway/server.py": (1, "a fault in one request is that request's error, and not the server's end"),
     "p2p/libp2p_adapter.py": (3, "a stream's, a dialled address's and a bridged call's end must not be the host's"),
     "p2p/bridge.py": (2, "the death of libp2p's thread is a value, and so is a failed restart"),
     "p2p/links.py": (1, "a bug above the handler of frames costs one link, not the node"),

@@ -1,0 +1,78 @@
+"""``fusion-node serve``: an OpenAI-compatible endpoint for a model that a swarm serves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Annotated
+
+import structlog
+import typer
+
+from fusion_node.cli.logs import LogFormat, configure_logs
+from fusion_node.cli.options import Home, Mdns, Model, Numerics, Peers, Threads
+from p2p.addresses import check_bindable, is_loopback, parse_listen
+
+DEFAULT_LISTEN = "127.0.0.1:8080"
+
+log = structlog.get_logger(__name__)
+
+
+def serve(
+    model: Model,
+    peer: Peers = None,
+    listen: Annotated[
+        str,
+        typer.Option(metavar="HOST:PORT", help="Where to listen. There is no access control: keep it on this machine."),
+    ] = DEFAULT_LISTEN,
+    numerics: Numerics = "fp32",
+    threads: Threads = None,
+    mdns: Mdns = True,
+    home: Home = None,
+    log_format: Annotated[LogFormat, typer.Option(help="auto is pretty on a terminal.")] = LogFormat.AUTO,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
+) -> None:
+    """Offer MODEL, served by a swarm, at an OpenAI-compatible HTTP endpoint until Ctrl-C."""
+    configure_logs(log_format, verbose=verbose)
+    host, port = parse_listen(listen)
+    if port:
+        # Before anything heavy is loaded.
+        check_bindable(host, port)
+    asyncio.run(_until_told_to_stop(_serve(model, peer or [], host, port, numerics, threads, mdns, home)))
+
+
+async def _serve(
+    model: str,
+    peers: list[str],
+    host: str,
+    port: int,
+    numerics: str,
+    threads: int | None,
+    mdns: bool,
+    home: Path | None,
+) -> None:
+    """Serves until cancelled."""
+    from fusion_node.client.swarm import SwarmClient
+    from fusion_node.gateway.server import listening, make_app
+
+    async with SwarmClient(model, peers=peers, home=home, numerics=numerics, threads=threads, mdns=mdns) as swarm:
+        await swarm.wait_loaded()
+        app = make_app(swarm, aliases=[model], only_local=is_loopback(host))
+        async with listening(app, host, port) as url:
+            if not is_loopback(host):
+                log.warning("reachable from other machines: whoever can connect can use it", listen=f"{host}:{port}")
+            log.info("ready", url=f"{url}/v1", model=swarm.model.name)
+            await asyncio.Event().wait()
+
+
+async def _until_told_to_stop(coroutine: Coroutine[None, None, None]) -> None:
+    """Runs it until it fails, or SIGINT or SIGTERM cancels it, which is success."""
+    task, loop = asyncio.ensure_future(coroutine), asyncio.get_running_loop()
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(signum, task.cancel)
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    log.info("stopped")
