@@ -15,7 +15,7 @@ from fusion_node.daemon.config import DEFAULT_LISTEN, NodeConfig
 from fusion_node.types import LayerRange
 
 if TYPE_CHECKING:
-    from fusion_node.daemon.node import ReadyNode
+    from fusion_node.daemon.serving_node import ReadyNode
 
 
 def join(
