@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from benchmarks.report import Check, main
+from p2p.messages import StepResult, TensorMeta
 
 SIZES = {"4 KiB": 4096, "1 MiB": 1 << 20}
 CONTENDERS = ("link", "pool", "websocket", "libp2p")
@@ -144,9 +145,7 @@ async def _commands(echo: Echo) -> None:
         print(json.dumps(times), flush=True)
 
 
-def _message(payload: bytes) -> Any:
-    from p2p.messages import StepResult, TensorMeta
-
+def _message(payload: bytes) -> StepResult:
     return StepResult(bytes(16), 0, 0, (1,), TensorMeta("f32", 1, len(payload) // 4), ())
 
 
@@ -203,7 +202,8 @@ async def _client_pool(address: str) -> None:
     from p2p.websocket import WebSocketNetwork
 
     us = Identity.generate()
-    answered: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    loop = asyncio.get_running_loop()
+    answered: asyncio.Future[None] = loop.create_future()
     pool = LinkPool(
         WebSocketNetwork(us),
         us.peer_id,
@@ -214,7 +214,7 @@ async def _client_pool(address: str) -> None:
 
     async def echo(payload: bytes) -> None:
         nonlocal answered
-        answered = asyncio.get_running_loop().create_future()
+        answered = loop.create_future()
         pool.send(peer, _message(payload), payload)
         await answered
 

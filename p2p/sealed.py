@@ -59,6 +59,7 @@ class SealedLink:
     def __init__(self, channel: Channel, keys: LinkKeys, refused: Counter[str]) -> None:
         self.counters = LinkCounters()
         self.queued_bytes = 0
+        self._loop = asyncio.get_running_loop()
         self._channel = channel
         self._peer = keys.peer
         self._seal = Sealer(keys.sending_key).seal
@@ -67,6 +68,7 @@ class SealedLink:
         self._handler: Callable[[Frame], None] | None = None
         self._inbox: deque[Frame] = deque()
         self._inbox_bytes = 0
+        # Resolved when a frame has come or the link has closed.
         self._changed: asyncio.Future[None] | None = None
         self._refusal: RemoteProtocolError | None = None
         self._refused = refused
@@ -99,7 +101,7 @@ class SealedLink:
                     continue
                 waiting = self._write(segment)
                 if waiting is not None:
-                    self._pump = asyncio.get_running_loop().create_task(self._pump_outbox(waiting))
+                    self._pump = self._loop.create_task(self._pump_outbox(waiting))
         except (WireError, LinkRefused) as error:
             raise LocalProtocolError(f"a {type(message).__name__} cannot be sent: {error}") from error
         except PeerClosed as error:
@@ -113,7 +115,7 @@ class SealedLink:
             raise self._closed_error()
         if self._pump is None:
             return
-        done = asyncio.get_running_loop().create_future()
+        done = self._loop.create_future()
         self._drained.append((self._num_pumped + len(self._outbox), done))
         await done
 
@@ -132,7 +134,8 @@ class SealedLink:
             self._inbox_bytes = 0
             self._channel.resume_reading()
             while self._closed is None:
-                await self._change()
+                self._changed = self._loop.create_future()
+                await self._changed
         finally:
             self._handler = None
         raise self._ending()
@@ -142,7 +145,8 @@ class SealedLink:
         while not self._inbox:
             if self._closed is not None:
                 raise self._ending()
-            await self._change()
+            self._changed = self._loop.create_future()
+            await self._changed
         frame = self._inbox.popleft()
         before, self._inbox_bytes = self._inbox_bytes, self._inbox_bytes - len(frame.payload)
         if self._inbox_bytes <= MAX_INBOX_BYTES < before:
@@ -195,7 +199,7 @@ class SealedLink:
             self._inbox.clear()
             self._mark_closed("the link was closed here")
         if self._closing is None:
-            self._closing = asyncio.get_running_loop().create_task(self._channel.aclose())
+            self._closing = self._loop.create_task(self._channel.aclose())
         await asyncio.shield(self._closing)
 
     async def _pump_outbox(self, waiting: Awaitable[None] | None) -> None:
@@ -223,7 +227,7 @@ class SealedLink:
         if self._closed is None:
             self._mark_closed(why)
             self._channel.abort()
-            self._closing = asyncio.get_running_loop().create_task(self._channel.aclose())
+            self._closing = self._loop.create_task(self._channel.aclose())
 
     def _mark_closed(self, why: str) -> None:
         self._closed = why
@@ -236,11 +240,6 @@ class SealedLink:
             if not done.done():
                 done.set_exception(self._closed_error())
         self._wake()
-
-    async def _change(self) -> None:
-        """Returns when a frame has come or the link has closed."""
-        self._changed = asyncio.get_running_loop().create_future()
-        await self._changed
 
     def _wake(self) -> None:
         if self._changed is not None and not self._changed.done():

@@ -46,7 +46,7 @@ from p2p.noise_core import MAX_SEGMENT_BYTES, LinkRefusal
 from p2p.records import PROTOCOL_VERSION
 from p2p.sealed import Room, SealedLink, initiate, respond
 from p2p.seam import ChannelReceiver, Link, Listener, OnLink
-from p2p.websocket_core import Decoder, Opcode, encode
+from p2p.websocket_core import BINARY, Decoder, Opcode, encode
 
 PATH = "/fusion"
 
@@ -285,7 +285,7 @@ class _WebSocketChannel(asyncio.BufferedProtocol):
     def write(self, data: bytes) -> Awaitable[None] | None:
         if self._closed:
             raise self._closed_error()
-        self._transport.write(encode(Opcode.BINARY, data, masked=self._is_client))
+        self._transport.write(encode(BINARY, data, masked=self._is_client))
         return None if self._room.is_set() else self._room
 
     def pause_reading(self) -> None:
@@ -347,7 +347,7 @@ class _WebSocketChannel(asyncio.BufferedProtocol):
                 if message is None:
                     return
                 opcode, data = message
-                if opcode is not Opcode.BINARY:
+                if opcode is not BINARY:
                     self._control(opcode, data)
                 elif not self._closed and self._receiver is not None:
                     self._receiver.message_received(data)

@@ -41,7 +41,10 @@ class Opcode(enum.IntEnum):
     PONG = 10
 
 
-_PLAIN_BINARY = _FIN | Opcode.BINARY
+BINARY = Opcode.BINARY
+"""The same; reading a member from its class is slow in Python 3.11."""
+
+_PLAIN_BINARY = _FIN | BINARY
 
 
 def encode(opcode: Opcode, data: bytes | memoryview, *, masked: bool) -> bytes:
@@ -127,7 +130,7 @@ class Decoder:
             self._start = end
             payload = self._view[at:end]
             if buffer[start] == _PLAIN_BINARY and self._fragments is None:
-                return Opcode.BINARY, payload
+                return BINARY, payload
             message = self._unusual(buffer[start], payload)
             if message is not None:
                 return message
