@@ -12,6 +12,7 @@ number of its ancestors less one, and no position travels.
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from collections.abc import Callable
@@ -261,6 +262,9 @@ def _check_tensor(message: Step | StepResult, payload: memoryview) -> None:
         raise WireError("a node hangs on itself or on a later node")
     if message.want and not (first <= min(message.want) and max(message.want) <= last):
         raise WireError("a wanted row is not in the step")
+    if any(node >= after for node, after in itertools.pairwise(message.want)):
+        # Asked for twice, a row would make the answer larger than the question, and larger than a frame.
+        raise WireError("wanted rows are not in ascending order")
 
 
 __all__ = [

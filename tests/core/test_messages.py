@@ -81,6 +81,8 @@ def test_chain_and_tree_are_accepted() -> None:
         ({"first_node": 2**32 - 1}, "out of range"),
         ({"want": (7,)}, "wanted row"),
         ({"want": (4,)}, "wanted row"),
+        ({"want": (5, 5)}, "ascending order"),
+        ({"want": (6, 5)}, "ascending order"),
     ],
 )
 def test_inconsistent_step_is_refused(changes: dict[str, object], what: str) -> None:
