@@ -19,6 +19,10 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+MAX_LIVE_NODES = 8192
+"""Nodes that are neither committed nor dead. Each row's view of them is a bit mask, so the masks of a tree take the
+square of this in bits: 8 MiB. Two of the widest steps that the wire allows."""
+
 
 class StepFault(enum.StrEnum):
     """Why a step cannot be applied. The session is over on this stage then."""
@@ -33,6 +37,8 @@ class StepFault(enum.StrEnum):
     """ADVANCE names a node that was not registered yet."""
     OVERFLOW = "overflow"
     """More positions than were reserved."""
+    TOO_WIDE = "too-wide"
+    """More uncommitted nodes than MAX_LIVE_NODES."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +166,8 @@ class SessionLog:
                 return StepFault.UNKNOWN_PARENT
         if advance > last or self._last_node < advance < first_node:
             return StepFault.UNKNOWN_ADVANCE
+        if len(self._live) + num_rows > MAX_LIVE_NODES:
+            return StepFault.TOO_WIDE
         # Checked before anything is freed by the advance: a sender must never count on room it is about to make.
         if self.num_slots + num_rows > self.max_positions:
             return StepFault.OVERFLOW

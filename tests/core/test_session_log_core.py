@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion_node.engine.session_log_core import Duplicate, KVMove, SessionLog, StepFault, StepRows
+from fusion_node.engine.session_log_core import MAX_LIVE_NODES, Duplicate, KVMove, SessionLog, StepFault, StepRows
 
 
 def chain(log: SessionLog, sequence: int, first: int, rows: int, parent: int, advance: int = 0) -> StepRows:
@@ -41,6 +41,15 @@ def test_faults_leave_the_log_as_it_was() -> None:
     assert log.apply(1, first_node=9, num_rows=1, parent=2, advance=10) is StepFault.UNKNOWN_ADVANCE
     assert log.apply(1, first_node=9, num_rows=3, parent=2) is StepFault.OVERFLOW
     assert chain(log, 1, 9, 2, 2).positions == (2, 3)
+
+
+def test_tree_that_is_never_advanced_stays_bounded() -> None:
+    log = SessionLog(max_positions=1_000_000)
+    for sequence in range(2):
+        chain(log, sequence, 1 + sequence * 4096, 4096, sequence * 4096)
+    assert log.num_slots == MAX_LIVE_NODES
+    assert log.apply(2, first_node=8193, num_rows=1, parent=8192) is StepFault.TOO_WIDE
+    assert log.apply(2, first_node=8193, num_rows=1, parent=8192, advance=8192) is StepFault.TOO_WIDE
 
 
 def test_advance_to_one_branch_moves_its_kv_and_frees_the_other() -> None:
