@@ -33,7 +33,7 @@ from fusion_node.errors import (
     ResourceExhausted,
 )
 from fusion_node.types import PeerId
-from fusion_node.wire import MAX_FRAME_BYTES
+from fusion_node.wire import MAX_FRAME_BYTES, printable
 from p2p.heartbeat_core import DEAD_AFTER_S, Heartbeat, Liveness
 from p2p.identity import short
 from p2p.messages import AnyMessage, Frame, Goodbye, Ping, Pong
@@ -392,7 +392,7 @@ class LinkPool:
                     waiting.set_result(round_trip_s)
             case Goodbye():
                 peer = entry.link.peer
-                raise PeerClosed(peer, f"peer {short(peer)} left: {message.reason or 'no reason given'}")
+                raise PeerClosed(peer, f"peer {short(peer)} left: {printable(message.reason) or 'no reason given'}")
 
     def _remove(self, entry: _PooledLink) -> None:
         peer = entry.link.peer

@@ -72,9 +72,12 @@ class Session:
         return event
 
     def _on_message(self, peer: PeerId, message: AnyMessage, payload: memoryview) -> None:
-        if isinstance(message, StepResult):
-            self._payloads[message.sequence] = (message.tensor, payload)
         self._core.receive(message, source=peer, now=self._now())
+        # Kept only once the core has accepted it: a message accepts at most one result, its own.
+        while (event := self._core.next_event()) is not None:
+            if isinstance(event, StepDone) and isinstance(message, StepResult):
+                self._payloads[event.sequence] = (message.tensor, payload)
+            self._events.put_nowait(event)
         self._pump()
 
     def _on_lost(self, peer: PeerId, error: FusionError) -> None:

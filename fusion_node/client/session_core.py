@@ -1,8 +1,8 @@
 """The user's side of one session: what to send to which stage, what may come back, and when to give up.
 
 Guarantees: a result is accepted only from the last stage of the plan, for a step that was sent and not yet answered, in
-order, with exactly the rows that were asked for. Every other message ends the session with an error that names the
-peer. A session always ends: every wait has a deadline.
+order, with exactly the rows that were asked for. Every other message of a stage ends the session with an error that
+names the peer; what others send changes nothing. A session always ends: every wait has a deadline.
 
 Assumes: payloads travel beside this core; the shell sends the rows that belong to a Step and keeps the payload of a
 StepResult until the event for it comes out.
@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from fusion_node.errors import FusionError, PeerClosed, PeerRefused, PeerTimeout, RemoteProtocolError
 from fusion_node.types import MonotonicS, PeerId
+from fusion_node.wire import printable as printable
 from p2p.identity import short
 from p2p.messages import (
     AnyMessage,
@@ -77,6 +78,8 @@ class Failed:
 
 
 SessionEvent = Opened | StepDone | Failed
+SessionMessage = SessionOpened | SessionRefused | SessionFailed | SessionClosed | StepResult
+"""What a stage may say to the user of a session."""
 
 
 @dataclass(slots=True)
@@ -163,11 +166,17 @@ class SessionCore:
     # what comes from outside
 
     def receive(self, message: AnyMessage, *, source: PeerId, now: MonotonicS) -> None:
-        """Takes a message of this session. Messages of other epochs and after the end are ignored."""
-        if self.state in (SessionState.CLOSED, SessionState.FAILED):
+        """Takes a message of this session.
+
+        Ignored are messages of other epochs, after the end, and from peers that are no stage of the plan: who overhears
+        a session's id must not be able to end the session.
+        """
+        if self.state in (SessionState.CLOSED, SessionState.FAILED) or source not in self._peers:
+            return
+        if not isinstance(message, SessionMessage) or message.epoch != self.plan.epoch:
             return
         match message:
-            case SessionOpened() if self._is_from_stage(message.stage, source) and message.epoch == self.plan.epoch:
+            case SessionOpened() if self._is_from_stage(message.stage, source):
                 self._to_open.discard(message.stage)
                 if not self._to_open and self.state is SessionState.OPENING:
                     self.state = SessionState.READY
@@ -177,7 +186,7 @@ class SessionCore:
                 self._fail(PeerRefused(source, f"node {short(source)} refuses: {printable(message.reason)}"))
             case SessionFailed() if self._is_from_stage(message.stage, source):
                 self._fail(self._translate(message, source))
-            case StepResult() if source == self._peers[-1] and message.epoch == self.plan.epoch:
+            case StepResult() if source == self._peers[-1]:
                 self._receive_result(message, source, now)
             case SessionClosed():
                 pass
@@ -254,8 +263,3 @@ class SessionCore:
         message = CloseSession(session=self.plan.session, epoch=self.plan.epoch)
         self._outbox.extend((peer, message) for peer in self._peers)
         self._pending.clear()
-
-
-def printable(text: str) -> str:
-    """Text of a peer, fit for a terminal: control characters are replaced, length is bounded."""
-    return "".join(c if c.isprintable() else "?" for c in text[:300])

@@ -475,3 +475,13 @@ async def test_ping_of_a_peer_is_answered_and_never_shown(swarm: Swarm) -> None:
     ours.pool.send(theirs.peer, Ping(4_000_000_000))
     await swarm.settle()
     assert theirs.frames == ours.frames == []
+
+
+async def test_reason_of_a_goodbye_is_shown_without_its_control_characters(swarm: Swarm) -> None:
+    ours, theirs = await swarm.pair()
+    await theirs.pool.close_peer(ours.peer, "\x1b[2J\x1b]0;you are root now\x07" + "x" * 400)
+    await until(lambda: bool(ours.closed))
+    text = str(ours.closed[0][1])
+    assert text.isprintable()
+    assert "?[2J?]0;you are root now?x" in text
+    assert len(text) < 400
