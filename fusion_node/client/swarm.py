@@ -28,8 +28,8 @@ from fusion_node.client.text_stream import TextStream
 from fusion_node.client.tokenizer import ChatMessage, Tokenizer
 from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.device import choose_device, set_threads
-from fusion_node.engine.numerics import numerics_class
-from fusion_node.engine.tensor_codec import decode_rows, encode_rows
+from fusion_node.engine.numerics import NUMERICS, numerics_class
+from fusion_node.engine.tensor_codec import RowsNotFinite, decode_rows, encode_rows
 from fusion_node.errors import ContextTooLong, NoRoute, PeerRefused, PeerUnreachable, RemoteProtocolError
 from fusion_node.store import ModelStore, StoredModel
 from fusion_node.types import LayerRange, PeerId
@@ -384,8 +384,9 @@ class SwarmClient:
             ranges = ", ".join(str(r) for r in gap.without_room)
             message += f"; layers {ranges} are held without room for {num_positions} positions: ask for fewer tokens"
         others = sorted(
+            # Records are other people's text: only what we know ourselves goes to a terminal as advice.
             {s.numerics for n in nodes for s in n.record.shards if s.model_id == self.model.model_id}
-            - {self._numerics.name}
+            & set(NUMERICS) - {self._numerics.name}
         )
         if others:
             message += f"; nodes serve it in {', '.join(others)}: try --numerics {others[0]}"
@@ -411,9 +412,9 @@ class SwarmClient:
                 token, rows = await loop.run_in_executor(
                     self._compute, self._advance, boundary, work, tensor, payload, is_last
                 )
-            except ValueError as error:
+            except _RowRefused as error:
                 peer = work.routed.stages[-1][0].peer
-                raise RemoteProtocolError(peer, f"node {short(peer)} returned a row that {error}") from error
+                raise RemoteProtocolError(peer, f"node {short(peer)} returned a bad row: {error}") from error
             if rows is not None:
                 session.send(*rows, want_last=True)
             yield token
@@ -446,11 +447,19 @@ class SwarmClient:
         self, boundary: Boundary, work: _Work, tensor: TensorMeta, payload: memoryview, is_last: bool
     ) -> tuple[int, tuple[TensorMeta, memoryview] | None]:
         """From a returned row to the next token and, unless nothing follows, that token's embedding."""
-        logits_V = boundary.logits(decode_rows(tensor, payload))[0]
+        try:
+            rows_TD = decode_rows(tensor, payload)
+        except RowsNotFinite as error:
+            raise _RowRefused(str(error)) from error
+        logits_V = boundary.logits(rows_TD)[0]
         token = choose_token(logits_V, work.params, seed=work.stats.seed, position=len(work.all_ids), seen=work.all_ids)
         work.all_ids.append(token)
         ends = is_last or (token in self._eos_ids and not work.params.ignore_eos)
         return token, None if ends else self._embed(boundary, [token])
+
+
+class _RowRefused(Exception):
+    """A row that came back is unfit: its sender's fault, unlike anything that goes wrong afterwards."""
 
 
 @dataclass(slots=True)

@@ -160,9 +160,13 @@ class Admission:
 
     def drop(self, session: Session) -> None:
         """Forgets a session; dropping it twice does nothing."""
-        if self._sessions.get(session.key) is session:
+        if self.holds(session):
             del self._sessions[session.key]
             self._reserved_bytes -= session.reserved_bytes
+
+    def holds(self, session: Session) -> bool:
+        """Whether this very session is open; its id may have been opened anew since."""
+        return self._sessions.get(session.key) is session
 
     def touching(self, peer: PeerId) -> list[Session]:
         """Sessions that cannot go on without a link to ``peer``."""

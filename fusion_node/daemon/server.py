@@ -20,8 +20,8 @@ from fusion_node.daemon.admission_core import MAX_QUEUED_ROWS, Admission, Refusa
 from fusion_node.engine.kv_cache import SessionKV
 from fusion_node.engine.session_log_core import Duplicate, StepFault, StepRows
 from fusion_node.engine.stage import Stage, StepInput
-from fusion_node.engine.tensor_codec import decode_rows, encode_rows
-from fusion_node.errors import FusionError, PeerError, RemoteProtocolError
+from fusion_node.engine.tensor_codec import RowsNotFinite, decode_rows, encode_rows
+from fusion_node.errors import FusionError, PeerError, RemoteProtocolError, ResourceExhausted
 from fusion_node.types import MonotonicS, PeerId, UnixS
 from p2p.identity import short
 from p2p.links import LinkPool
@@ -50,10 +50,11 @@ _MAX_US = 2**32 - 1
 log = structlog.get_logger(__name__)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _OnDevice:
     """What a session has on the device."""
 
+    session: Session
     stage: Stage
     kv: SessionKV
 
@@ -64,6 +65,19 @@ class _Computed:
     payload: memoryview
     began_us: int
     compute_us: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Unfit:
+    """The rows of a step cannot be computed with, or not passed on."""
+
+    code: str
+    reason: str
+    is_senders: bool
+
+
+_Outcome = _Computed | _Unfit | None
+"""Of one step on the device; None when its session ended before its turn came."""
 
 
 class NodeServer:
@@ -91,7 +105,7 @@ class NodeServer:
         self._on_device: dict[bytes, _OnDevice] = {}
         self._device = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
         self._tasks: set[asyncio.Task[None]] = set()
-        self._running: set[asyncio.Future[_Computed]] = set()
+        self._running: set[asyncio.Future[_Outcome]] = set()
         self._started_at = clock()
         self._pool: LinkPool | None = None
         self.counters: Counter[str] = Counter()
@@ -164,10 +178,16 @@ class NodeServer:
             self._refuse(peer, message, session)
             return
         stage = self._stage.part(session.layers)
-        self._on_device[session.key] = _OnDevice(stage, stage.new_kv(plan.max_positions))
+        try:
+            kv = stage.new_kv(plan.max_positions)
+        except ResourceExhausted as error:
+            log.warning("no room for a session that was admitted", reason=str(error))
+            self._give_back(session, message, Refused(RefusalCode.NO_MEMORY, "the device has no memory left"))
+            return
+        self._on_device[session.key] = _OnDevice(session, stage, kv)
         if not session.is_last and not await self._connect_successor(session, plan, message):
             return
-        if self._on_device.get(session.key) is None:
+        if not self._is_open(session):
             return  # closed while we were dialling
         self.counters["sessions"] += 1
         log.info("session opened", session=session.key.hex()[:8], user=short(session.user), layers=str(session.layers))
@@ -180,13 +200,21 @@ class NodeServer:
         pool = self._require_pool()
         try:
             await pool.connect(session.next, place.data_addresses, timeout_s=CONNECT_SUCCESSOR_S)
-        except PeerError as error:
-            self._admission.drop(session)
-            self._forget(session)
-            reason = f"cannot reach the next stage {short(session.next)}: {error}"
-            self._refuse(session.user, message, Refused(RefusalCode.SUCCESSOR_UNREACHABLE, reason[:500]))
+        except FusionError as error:
+            log.info("next stage unreachable", peer=short(session.next), reason=str(error))
+            # Not why: whoever writes the plan chooses the addresses, and would have us explore our network for them.
+            reason = f"the next stage {short(session.next)} cannot be reached from here"
+            self._give_back(session, message, Refused(RefusalCode.SUCCESSOR_UNREACHABLE, reason))
             return False
         return True
+
+    def _give_back(self, session: Session, message: OpenSession, refused: Refused) -> None:
+        """Refuses a session that was admitted, unless its user has closed it meanwhile."""
+        if self._admission.holds(session):
+            self._admission.drop(session)
+            self._forget(session)
+            self._admission.refused[refused.code] += 1
+            self._refuse(session.user, message, refused)
 
     def _refuse(self, peer: PeerId, message: OpenSession, refused: Refused) -> None:
         self.counters["sessions_refused"] += 1
@@ -207,7 +235,13 @@ class NodeServer:
         self._send(session.user, message)
 
     def _forget(self, session: Session) -> None:
-        self._on_device.pop(session.key, None)
+        if self._is_open(session):
+            del self._on_device[session.key]
+
+    def _is_open(self, session: Session) -> bool:
+        """Whether this very session is served: its id may have been opened anew since."""
+        on_device = self._on_device.get(session.key)
+        return on_device is not None and on_device.session is session
 
     # steps
 
@@ -223,6 +257,11 @@ class NodeServer:
             self._end(
                 session, "bad-shape", f"rows must be {stage.numerics.wire_dtype} of {stage.hidden_size}", culprit=peer
             )
+            return
+        if len(message.timings) != session.stage:
+            # Every stage adds one. A list that is full already would make the next stage refuse ours as malformed, and
+            # close a link on which other users depend.
+            self._end(session, "bad-timings", "a step has one timing per stage behind it", culprit=peer)
             return
         if session.num_queued_rows + message.tensor.num_rows > MAX_QUEUED_ROWS:
             self._end(session, "flooded", f"more than {MAX_QUEUED_ROWS} rows wait for the device", culprit=peer)
@@ -251,9 +290,14 @@ class NodeServer:
         queued_us = _now_us()
         last = session.is_last
 
-        def compute() -> _Computed:
+        def compute() -> _Outcome:
             began_us = _now_us()
-            hidden = decode_rows(message.tensor, payload)
+            if not self._is_open(session):
+                return None
+            try:
+                hidden = decode_rows(message.tensor, payload)
+            except RowsNotFinite as error:
+                return _Unfit("bad-rows", str(error), is_senders=True)
             is_whole = len(rows.live_rows) == message.tensor.num_rows
             live = hidden if is_whole else hidden[list(rows.live_rows)]
             (out,) = on_device.stage.forward([StepInput(on_device.kv, rows, live)])
@@ -265,13 +309,17 @@ class NodeServer:
                 padded = out.new_zeros((message.tensor.num_rows, out.shape[1]))
                 padded[list(rows.live_rows)] = out
                 out = padded
-            tensor, encoded = encode_rows(out, on_device.stage.numerics.wire_dtype)
+            try:
+                tensor, encoded = encode_rows(out, on_device.stage.numerics.wire_dtype)
+            except RowsNotFinite as error:
+                # Of finite rows. Passed on, they would be held against this node; whose fault it is nobody can say.
+                return _Unfit("overflow", f"{error} in layers {session.layers}", is_senders=False)
             return _Computed(tensor, encoded, began_us, _now_us() - began_us)
 
         future = asyncio.get_running_loop().run_in_executor(self._device, compute)
         self._running.add(future)
 
-        def done(future: asyncio.Future[_Computed]) -> None:
+        def done(future: asyncio.Future[_Outcome]) -> None:
             self._running.discard(future)
             session.num_queued_rows -= message.tensor.num_rows
             self._finish(session, message, rows, future, queued_us)
@@ -279,22 +327,27 @@ class NodeServer:
         future.add_done_callback(done)
 
     def _finish(
-        self, session: Session, message: Step, rows: StepRows, future: asyncio.Future[_Computed], queued_us: int
+        self, session: Session, message: Step, rows: StepRows, future: asyncio.Future[_Outcome], queued_us: int
     ) -> None:
-        if session.key not in self._on_device or future.cancelled():
+        if future.cancelled() or not self._is_open(session):
             return
-        error = future.exception()
-        if error is not None:
-            match error:
-                case ValueError():
-                    self._end(session, "bad-rows", str(error), culprit=session.previous)
-                case FusionError():
-                    self._end(session, "no-memory", str(error), culprit="")
-                case _:
-                    log.error("step failed", error=type(error).__name__, exc_info=error)
-                    self._end(session, "internal", "an error inside the node", culprit="")
+        match future.exception():
+            case None:
+                computed = future.result()
+            case FusionError() as error:
+                self._end(session, "no-memory", str(error), culprit="")
+                return
+            case error:
+                # Never the sender's fault: what can be wrong with its rows was checked before.
+                log.error("step failed", error=type(error).__name__, exc_info=error)
+                self._end(session, "internal", "an error inside the node", culprit="")
+                return
+        if computed is None:
             return
-        computed = future.result()
+        if isinstance(computed, _Unfit):
+            culprit = session.previous if computed.is_senders else ""
+            self._end(session, computed.code, computed.reason, culprit=culprit)
+            return
         self.counters["steps"] += 1
         self.counters["rows"] += len(rows.live_rows)
         self.counters["compute_us"] += computed.compute_us
@@ -310,6 +363,9 @@ class NodeServer:
             self._require_pool().send(session.next, forward, computed.payload)
         except PeerError as error:
             self._end(session, "peer-lost", str(error), culprit=session.next)
+        except FusionError as error:
+            log.error("rows cannot be sent", error=type(error).__name__)
+            self._end(session, "internal", "an error inside the node", culprit="")
 
     # small things
 

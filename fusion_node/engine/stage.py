@@ -135,16 +135,23 @@ class Stage:
         return 2 * len(self.layers) * self._num_kv_heads * self._head_dim * self.numerics.dtype.itemsize
 
     def new_kv(self, max_positions: int) -> SessionKV:
-        """An empty KV cache for one session."""
-        return SessionKV(
-            num_layers=len(self.layers),
-            first_layer=self._first_kv_layer,
-            num_kv_heads=self._num_kv_heads,
-            head_dim=self._head_dim,
-            max_positions=max_positions,
-            dtype=self.numerics.dtype,
-            device=self.device,
-        )
+        """An empty KV cache for one session.
+
+        Raises:
+            ResourceExhausted: the device has no room even for its beginning.
+        """
+        try:
+            return SessionKV(
+                num_layers=len(self.layers),
+                first_layer=self._first_kv_layer,
+                num_kv_heads=self._num_kv_heads,
+                head_dim=self._head_dim,
+                max_positions=max_positions,
+                dtype=self.numerics.dtype,
+                device=self.device,
+            )
+        except torch.OutOfMemoryError as error:
+            raise ResourceExhausted(f"no memory left on {self.device} for a session's KV") from error
 
     @torch.inference_mode()
     def forward(self, batch: Sequence[StepInput]) -> list[torch.Tensor]:
