@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -113,13 +114,13 @@ def chat(
 
 async def converse(swarm: SwarmClient, params: SamplingParams, system: str | None) -> None:
     """The conversation loop. An answer that fails is told, and the conversation goes on without it."""
+    read_line = line_reader()
     start: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     messages = list(start)
     while True:
         try:
-            line = (await asyncio.to_thread(input, "> ")).strip()
-        except EOFError:
-            print()
+            line = (await read_line()).strip()
+        except (EOFError, KeyboardInterrupt):
             return
         if not line:
             return
@@ -138,6 +139,27 @@ async def converse(swarm: SwarmClient, params: SamplingParams, system: str | Non
             continue
         print()
         messages.append({"role": "assistant", "content": "".join(pieces)})
+
+
+def line_reader() -> Callable[[], Awaitable[str]]:
+    """Reads what a person types without stopping the event loop, or lines of standard input that is not a terminal."""
+    if sys.stdin.isatty():
+        from prompt_toolkit import PromptSession
+
+        terminal = PromptSession[str]()
+
+        async def typed() -> str:
+            return str(await terminal.prompt_async("> "))
+
+        return typed
+
+    async def piped() -> str:
+        line: str = await asyncio.to_thread(sys.stdin.readline)
+        if not line:
+            raise EOFError
+        return line
+
+    return piped
 
 
 def describe(stats: GenerationStats) -> dict[str, Any]:
