@@ -45,6 +45,13 @@ ROUTE_PATIENCE_S = 8.0
 """How long layers may stay uncovered before that is an error: nodes that start together announce one by one."""
 
 ROUTE_RETRY_S = 0.5
+
+NODES_FRESH_S = 10.0
+"""How long an answer may be planned with nodes that were found for an earlier one, while all their links hold: half of
+what a record is old on average. A node that is full by now refuses, and the next plan looks anew."""
+AVOID_S = 30.0
+"""How long a node that refused or could not be reached is left out of plans."""
+
 PLAN_TTL_S = 3600.0
 MIN_CHUNK_TOKENS = 32
 MAX_CHUNK_TOKENS = 256
@@ -167,6 +174,8 @@ class SwarmClient:
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="boundary")
         self._loading: asyncio.Future[tuple[Boundary, Tokenizer]] | None = None
         self._avoid: dict[PeerId, float] = {}
+        self._nodes: list[MeasuredNode] = []
+        self._nodes_until = 0.0
         config = self.model.config
         self.num_layers: int = int(config["num_hidden_layers"])
         self._hidden_size = int(config["hidden_size"])
@@ -322,7 +331,8 @@ class SwarmClient:
                 if attempt == MAX_OPEN_ATTEMPTS - 1:
                     raise
                 log.info("planning again", without=short(error.peer), reason=str(error))
-                self._avoid[PeerId(error.peer)] = time.monotonic() + 30.0
+                self._avoid[PeerId(error.peer)] = time.monotonic() + AVOID_S
+                self._nodes_until = 0.0
         raise AssertionError("not reached")
 
     def _plan(self, routed: _Routed, num_positions: int) -> Plan:
@@ -344,6 +354,12 @@ class SwarmClient:
         )
 
     async def _route(self, num_positions: int) -> _Routed:
+        if time.monotonic() < self._nodes_until and all(
+            self.connection.links.is_connected(n.peer) for n in self._nodes
+        ):
+            route = self._choose(self._nodes, num_positions)
+            if isinstance(route, _Routed):
+                return route
         deadline = time.monotonic() + ROUTE_PATIENCE_S
         while True:
             records = await self.connection.find(self.model.model_id)
@@ -351,6 +367,9 @@ class SwarmClient:
             nodes = await self.connection.measure([r for r in records if self._avoid.get(PeerId(r.peer), 0.0) < now])
             route = self._choose(nodes, num_positions)
             if isinstance(route, _Routed):
+                # Those that could not be reached are looked for anew next time: they are not part of what is known.
+                self._nodes = [node for node in nodes if node.round_trip_s is not None]
+                self._nodes_until = time.monotonic() + NODES_FRESH_S
                 return route
             if time.monotonic() >= deadline:
                 raise NoRoute(self._explain(route, nodes, num_positions))

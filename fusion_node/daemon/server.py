@@ -171,7 +171,8 @@ class NodeServer:
         plan = open_plan(message.plan, now=UnixS(self._unix_clock()))
         if isinstance(plan, Refusal):
             self._admission.refused[f"plan-{plan.value}"] += 1
-            self._refuse(peer, message, Refused(RefusalCode.BAD_PLAN, f"the plan is {plan.value}"))
+            hint = ": compare the clocks of both machines" if plan in (Refusal.EXPIRED, Refusal.FUTURE_DATED) else ""
+            self._refuse(peer, message, Refused(RefusalCode.BAD_PLAN, f"the plan is {plan.value}{hint}"))
             return
         session = self._admission.open(message, plan, source=peer, now=self._now())
         if isinstance(session, Refused):
