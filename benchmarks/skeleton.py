@@ -47,7 +47,6 @@ LARGER = {
     "vocab_size": 49152,
     "max_position_embeddings": 8192,
     "tie_word_embeddings": True,
-    "torch_dtype": "float32",
 }
 
 
@@ -236,14 +235,11 @@ async def measure_larger() -> dict[str, Any]:
 def make_larger(folder: Path, builtin: StoredModel) -> None:
     """Writes config, tokenizer of the built-in model, and seeded weights."""
     import torch
-    from safetensors.torch import save_model
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    folder.mkdir()
     config = AutoConfig.for_model(**LARGER)
     torch.manual_seed(7)
-    save_model(AutoModelForCausalLM.from_config(config, dtype=torch.float32), str(folder / "model.safetensors"))
-    (folder / "config.json").write_text(json.dumps(LARGER))
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes(builtin.read_file(name))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +34,9 @@ class TensorSource(Protocol):
 
     @property
     def config(self) -> dict[str, Any]: ...
+
+    @property
+    def tensor_names(self) -> Collection[str]: ...
 
     def open_tensors(self, names: Iterable[str]) -> Iterator[tuple[str, str, tuple[int, ...], memoryview]]: ...
 
@@ -79,6 +82,9 @@ def assign_weights(
         StoreCorrupted: a tensor is missing, has another shape, or does not match the manifest.
     """
     targets = {rename(name): name for name, _ in module.named_parameters()}
+    missing = sorted(set(targets).difference(model.tensor_names))
+    if missing:
+        raise StoreCorrupted(f"{model.name} lacks {missing[0]}, which its config needs, and {len(missing) - 1} more")
     num_bytes = 0
     for stored_name, stored_dtype, shape, data in model.open_tensors(tuple(targets)):
         owner_path, _, leaf = targets.pop(stored_name).rpartition(".")
@@ -95,6 +101,4 @@ def assign_weights(
         num_bytes += tensor.nbytes
         if on_tensor is not None:
             on_tensor(stored_name, tensor.nbytes)
-    if targets:
-        raise StoreCorrupted(f"{model.name} lacks the tensor {min(targets)}: pull the model again")
     return num_bytes

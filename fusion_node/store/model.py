@@ -83,6 +83,11 @@ class StoredModel:
         return parse_json_object(self.read_file("config.json"), f"config.json of {self.name}")
 
     @property
+    def tensor_names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(tensor.name for tensor in self.manifest.tensors)
+
+    @property
     def num_layers(self) -> int:
         """Number of decoder layers."""
         return num_layers_of(self.config)

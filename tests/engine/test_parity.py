@@ -15,7 +15,7 @@ from fusion_node.engine.numerics import numerics_class
 from fusion_node.engine.session_log_core import SessionLog, StepRows
 from fusion_node.engine.stage import Stage, StepInput
 from fusion_node.engine.weights import SUPPORTED_ARCHITECTURES
-from fusion_node.errors import ConfigError, InvalidLayers
+from fusion_node.errors import ConfigError, InvalidLayers, StoreCorrupted
 from fusion_node.types import LayerRange
 from tests.engine.tiny import TinyModel, tiny_model
 
@@ -155,3 +155,10 @@ def test_a_part_of_a_stage_computes_only_its_layers() -> None:
     close(logits[-1], pipe.reference([5, 6, 7, 9]))
     with pytest.raises(InvalidLayers, match="not within"):
         pipe.stages[1].part(LayerRange(2, 5))
+
+
+def test_a_checkpoint_without_a_tensor_is_refused_by_its_name() -> None:
+    model = tiny_model("llama")
+    short = TinyModel(model.path, model.name, {**model.config, "num_hidden_layers": 8}, model.whole)
+    with pytest.raises(StoreCorrupted, match=r"lacks model\.layers\.7\."):
+        Stage.load(short, LayerRange(6, 8), numerics=FP32, device=CPU)

@@ -27,6 +27,10 @@ class TinyModel:
     config: dict[str, Any]
     whole: torch.nn.Module
 
+    @property
+    def tensor_names(self) -> frozenset[str]:
+        return frozenset(self.whole.state_dict())
+
     def open_tensors(self, names: Iterable[str]) -> Iterator[tuple[str, str, tuple[int, ...], memoryview]]:
         state = self.whole.state_dict()
         for name in names:
