@@ -1,0 +1,269 @@
+"""Which sessions a node takes: never more KV than there is, and nobody's session for anybody else."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from fusion_node.daemon.admission_core import (
+    LEASE_S,
+    MAX_SESSIONS,
+    MAX_SESSIONS_PER_USER,
+    Admission,
+    RefusalCode,
+    Refused,
+    Session,
+)
+from fusion_node.types import LayerRange, ModelId, MonotonicS, PeerId
+from p2p.identity import Identity
+from p2p.messages import OpenSession
+from p2p.records import Plan, PlanStage
+
+MODEL = ModelId("ab" * 32)
+US, OTHER, NEXT = (Identity.from_seed(bytes([n]) * 32).peer_id for n in (1, 2, 3))
+USERS = [Identity.from_seed(bytes([n]) * 32).peer_id for n in range(10, 16)]
+T0 = MonotonicS(1000.0)
+BYTES_PER_POSITION_LAYER = 10
+
+
+def admission(budget_bytes: int = 10_000) -> Admission:
+    return Admission(
+        peer=US,
+        model_id=MODEL,
+        layers=LayerRange(10, 20),
+        numerics="fp32",
+        budget_bytes=budget_bytes,
+        kv_bytes_per_position_layer=BYTES_PER_POSITION_LAYER,
+    )
+
+
+def plan(
+    user: PeerId = USERS[0],
+    *,
+    session: bytes = bytes(16),
+    epoch: int = 0,
+    positions: int = 10,
+    layers: tuple[int, int] = (10, 20),
+) -> Plan:
+    now = time.time()
+    return Plan(
+        version=1,
+        user=user,
+        session=session,
+        epoch=epoch,
+        model_id=MODEL,
+        numerics="fp32",
+        max_positions=positions,
+        issued_at=now,
+        expires_at=now + 60,
+        stages=(
+            PlanStage(OTHER, 0, layers[0], ()),
+            PlanStage(US, *layers, ()),
+            PlanStage(NEXT, layers[1], 30, ()),
+        ),
+    )
+
+
+def open_(node: Admission, p: Plan, *, stage: int = 1, source: PeerId | None = None, now: float = T0) -> object:
+    message = OpenSession(p.session, p.epoch, stage, b"")
+    return node.open(message, p, source=source or PeerId(p.user), now=MonotonicS(now))
+
+
+def refusal(answer: object) -> RefusalCode:
+    assert isinstance(answer, Refused)
+    return answer.code
+
+
+def test_session_reserves_what_its_plan_says_for_the_layers_it_uses() -> None:
+    node = admission()
+    assert node.free_positions == node.max_positions == 100
+    session = open_(node, plan(positions=40, layers=(12, 17)))
+    assert isinstance(session, Session)
+    assert session.reserved_bytes == 40 * 5 * BYTES_PER_POSITION_LAYER
+    assert node.free_positions == 80
+    node.drop(session)
+    node.drop(session)
+    assert node.free_positions == 100
+    node.check_integrity()
+
+
+def test_neighbours_of_a_session_follow_from_its_place_in_the_plan() -> None:
+    session = open_(admission(), plan())
+    assert isinstance(session, Session)
+    assert (session.previous, session.next, session.is_last) == (OTHER, NEXT, False)
+    alone = msgspec.structs.replace(plan(), stages=(PlanStage(US, 10, 20, ()),))
+    session = open_(admission(), alone, stage=0)
+    assert isinstance(session, Session)
+    assert (session.previous, session.next, session.is_last) == (USERS[0], USERS[0], True)
+
+
+def test_last_position_fits_and_one_more_does_not() -> None:
+    node = admission()
+    assert isinstance(open_(node, plan(positions=100)), Session)
+    assert refusal(open_(node, plan(session=b"b" * 16, positions=1))) is RefusalCode.NO_MEMORY
+    assert node.refused == {"no-memory": 1}
+    assert refusal(open_(admission(), plan(positions=101))) is RefusalCode.NO_MEMORY
+
+
+def test_unfit_openings_are_refused_each_with_its_code() -> None:
+    replace = msgspec.structs.replace
+    cases = [
+        (open_(admission(), plan(), source=USERS[1]), RefusalCode.NOT_YOURS),
+        (open_(admission(), plan(), stage=0), RefusalCode.BAD_PLAN),
+        (open_(admission(), plan(), stage=99), RefusalCode.BAD_PLAN),
+        (open_(admission(), replace(plan(), model_id="cd" * 32)), RefusalCode.UNKNOWN_MODEL),
+        (open_(admission(), replace(plan(), numerics="bf16")), RefusalCode.NUMERICS),
+        (open_(admission(), plan(layers=(9, 20))), RefusalCode.LAYERS_NOT_HELD),
+        (open_(admission(), plan(layers=(10, 21))), RefusalCode.LAYERS_NOT_HELD),
+    ]
+    assert [refusal(answer) for answer, _ in cases] == [code for _, code in cases]
+    node = admission()
+    other = OpenSession(b"x" * 16, 0, 1, b"")
+    assert refusal(node.open(other, plan(), source=USERS[0], now=T0)) is RefusalCode.NOT_YOURS
+    late = OpenSession(bytes(16), 1, 1, b"")
+    assert refusal(node.open(late, plan(), source=USERS[0], now=T0)) is RefusalCode.NOT_YOURS
+    node.draining = True
+    assert refusal(open_(node, plan())) is RefusalCode.DRAINING
+    assert node.free_positions == 0
+
+
+def test_limits_hold_per_user_and_for_all() -> None:
+    node = admission(budget_bytes=1 << 30)
+    for number in range(MAX_SESSIONS_PER_USER):
+        assert isinstance(open_(node, plan(session=number.to_bytes(16, "big"))), Session)
+    assert refusal(open_(node, plan(session=b"z" * 16))) is RefusalCode.TOO_MANY_SESSIONS
+    for user in USERS[1:4]:
+        for number in range(MAX_SESSIONS_PER_USER):
+            key = user.encode()[-8:] + number.to_bytes(8, "big")
+            assert isinstance(open_(node, plan(user, session=key)), Session)
+    assert len(node.sessions) == MAX_SESSIONS
+    assert refusal(open_(node, plan(USERS[4], session=b"z" * 16))) is RefusalCode.TOO_MANY_SESSIONS
+    assert node.free_positions == 0
+
+
+def test_steps_are_taken_from_the_stage_before_and_of_this_epoch_only() -> None:
+    node = admission()
+    session = open_(node, plan(epoch=2))
+    key = bytes(16)
+    assert node.get(key, epoch=2, source=OTHER) is session
+    for epoch, source in ((2, USERS[0]), (2, NEXT), (2, USERS[1]), (1, OTHER), (3, OTHER)):
+        assert node.get(key, epoch=epoch, source=source) is None
+    assert node.get(b"q" * 16, epoch=2, source=OTHER) is None
+    for epoch, source in ((2, OTHER), (2, USERS[1]), (1, USERS[0])):
+        assert node.close(key, epoch=epoch, source=source) is None
+    assert node.close(key, epoch=2, source=USERS[0]) is session
+
+
+def test_lease_ends_unless_a_step_renews_it() -> None:
+    node = admission()
+    a, b = open_(node, plan()), open_(node, plan(session=b"b" * 16))
+    assert isinstance(a, Session)
+    assert isinstance(b, Session)
+    assert node.get_timer() == T0 + LEASE_S
+    node.renew(a, now=MonotonicS(T0 + 50))
+    assert node.handle_timer(now=MonotonicS(T0 + LEASE_S - 1)) == []
+    assert node.handle_timer(now=MonotonicS(T0 + LEASE_S)) == [b]
+    assert node.handle_timer(now=MonotonicS(T0 + LEASE_S + 50)) == [a]
+    assert node.get_timer() is None
+    assert node.free_positions == node.max_positions
+
+
+def test_session_that_was_opened_anew_is_not_dropped_for_its_predecessor() -> None:
+    node = admission()
+    first = open_(node, plan())
+    assert isinstance(first, Session)
+    node.close(bytes(16), epoch=0, source=USERS[0])
+    second = open_(node, plan(epoch=1))
+    assert isinstance(second, Session)
+    node.drop(first)
+    assert node.holds(second)
+    assert not node.holds(first)
+    node.check_integrity()
+
+
+def test_lost_peer_touches_the_sessions_that_need_it() -> None:
+    node = admission()
+    session = open_(node, plan())
+    other = open_(node, plan(USERS[1], session=b"b" * 16))
+    assert node.touching(USERS[0]) == [session]
+    assert node.touching(OTHER) == node.touching(NEXT) == [session, other]
+    assert node.touching(USERS[2]) == []
+
+
+class AdmissionMachine(RuleBasedStateMachine):
+    """Users open, use, close, lose and forget sessions in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.node = admission(budget_bytes=5_000)
+        self.now = float(T0)
+
+    @rule(
+        user=st.sampled_from(USERS[:3]),
+        key=st.integers(0, 5),
+        epoch=st.integers(0, 1),
+        positions=st.integers(1, 60),
+        start=st.integers(8, 14),
+        length=st.integers(1, 8),
+    )
+    def open(self, user: PeerId, key: int, epoch: int, positions: int, start: int, length: int) -> None:
+        p = plan(user, session=bytes([key]) * 16, epoch=epoch, positions=positions, layers=(start, start + length))
+        free = self.node.free_positions
+        answer = open_(self.node, p, now=self.now)
+        if isinstance(answer, Refused):
+            assert self.node.refused[answer.code] > 0
+            assert self.node.free_positions == free
+        if positions <= free and isinstance(answer, Refused):
+            assert answer.code is not RefusalCode.NO_MEMORY
+
+    @rule(user=st.sampled_from(USERS[:3]), key=st.integers(0, 5), epoch=st.integers(0, 1))
+    def close(self, user: PeerId, key: int, epoch: int) -> None:
+        session = self.node.close(bytes([key]) * 16, epoch=epoch, source=user)
+        assert session is None or session.user == user
+
+    @rule(key=st.integers(0, 5), epoch=st.integers(0, 1))
+    def step(self, key: int, epoch: int) -> None:
+        session = self.node.get(bytes([key]) * 16, epoch=epoch, source=OTHER)
+        if session is not None:
+            self.node.renew(session, now=MonotonicS(self.now))
+
+    @rule(seconds=st.floats(0.0, 100.0))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+        for session in self.node.handle_timer(now=MonotonicS(self.now)):
+            assert session.lease_until <= self.now
+
+    @rule(peer=st.sampled_from([*USERS[:3], OTHER]))
+    def lose(self, peer: PeerId) -> None:
+        for session in self.node.touching(peer):
+            self.node.drop(session)
+        assert self.node.touching(peer) == []
+
+    @invariant()
+    def never_more_than_there_is(self) -> None:
+        self.node.check_integrity()
+        assert sum(s.reserved_bytes for s in self.node.sessions) <= 5_000
+        assert 0 <= self.node.free_positions <= self.node.max_positions
+
+    def teardown(self) -> None:
+        self.node.handle_timer(now=MonotonicS(self.now + LEASE_S))
+        assert self.node.sessions == []
+        assert self.node.free_positions == self.node.max_positions
+
+
+TestAdmissionMachine = AdmissionMachine.TestCase
+TestAdmissionMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+
+
+@given(budget=st.integers(0, 10_000), positions=st.lists(st.integers(1, 200), max_size=20))
+def test_reservations_fill_the_budget_and_never_exceed_it(budget: int, positions: list[int]) -> None:
+    node = admission(budget_bytes=budget)
+    for number, wanted in enumerate(positions):
+        free = node.free_positions
+        answer = open_(node, plan(session=number.to_bytes(16, "big"), positions=wanted))
+        assert isinstance(answer, Session) == (wanted <= free)
+        node.check_integrity()
