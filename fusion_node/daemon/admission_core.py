@@ -114,6 +114,11 @@ class Admission:
         return list(self._sessions.values())
 
     @property
+    def max_positions(self) -> int:
+        """Positions that one session over all our layers could reserve if there were no other."""
+        return self.budget_bytes // (self.kv_bytes_per_position_layer * len(self.layers))
+
+    @property
     def free_positions(self) -> int:
         """Positions that one more session over all our layers could reserve."""
         if self.draining or len(self._sessions) >= MAX_SESSIONS:

@@ -20,6 +20,7 @@ class NodeConfig:
         layers: what to serve; None takes the whole model, or what fits and the swarm lacks.
         peers: multiaddrs or invites of the swarm to join; empty starts a new one.
         listen: ``HOST:PORT`` of the control plane; the data plane takes the next port (any free one for port 0).
+        announce: ``HOST:PORT`` under which others reach ``listen``, as behind a router; the data plane's is one more.
         home: folder of the store and the identity; None is the default place.
         identity_path: key file; None is ``identity.key`` in the home.
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:N``, ``mps``.
@@ -34,6 +35,7 @@ class NodeConfig:
     layers: LayerRange | None = None
     peers: tuple[str, ...] = ()
     listen: str = DEFAULT_LISTEN
+    announce: tuple[str, ...] = ()
     home: Path | None = None
     identity_path: Path | None = None
     device: str = "auto"

@@ -20,9 +20,10 @@ import structlog
 from fusion_node.daemon.config import NodeConfig
 from fusion_node.errors import ConfigError
 from fusion_node.store import ModelStore
-from p2p.addresses import parse_listen
+from p2p.addresses import check_bindable, parse_listen
 from p2p.discovery import Discovery, DiscoveryConfig
 from p2p.identity import Identity
+from p2p.local_nodes import registered, running
 
 if TYPE_CHECKING:
     from fusion_node.daemon.serving_node import ReadyNode, ServingNode
@@ -79,19 +80,30 @@ class _Starter:
 
     async def _start(self) -> ServingNode:
         config = self._config
-        model = ModelStore(config.home).find(config.model)
+        store = ModelStore(config.home)
+        model = store.find(config.model)
         if config.layers is not None:
             config.layers.check_within(model.num_layers)
         host, port = parse_listen(config.listen)
+        if port:
+            # Before seconds go into loading: the data plane binds it only after that.
+            check_bindable(host, port + 1)
         async with contextlib.AsyncExitStack() as stack:
             identity = stack.enter_context(_own_identity(config))
             discovery = Discovery(
                 identity,
-                DiscoveryConfig(listen=(config.listen,), bootstrap=config.peers, mdns=config.mdns, serve=True),
+                DiscoveryConfig(
+                    listen=(config.listen,),
+                    bootstrap=config.peers or (running(store.home / "run") if config.mdns else ()),
+                    mdns=config.mdns,
+                    serve=True,
+                    announce=config.announce,
+                ),
             )
             stack.push_async_callback(discovery.aclose)
             await discovery.start()
             log.info("listening", peer=identity.peer_id, addresses=discovery.addresses)
+            stack.enter_context(registered(store.home / "run", identity.peer_id, discovery.addresses))
             await asyncio.to_thread(importlib.import_module, "fusion_node.daemon.serving_node")
             from fusion_node.daemon.serving_node import ServingNode, load_shard
 

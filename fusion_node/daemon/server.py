@@ -374,6 +374,9 @@ class NodeServer:
         return {
             "uptime_s": round(self._clock() - self._started_at, 3),
             "open_sessions": float(len(self._admission.sessions)),
+            "kv_positions": float(self._admission.max_positions),
+            "kv_free_positions": float(self._admission.free_positions),
+            "sessions_failed": 0.0,
             **{name: float(value) for name, value in self.counters.items()},
             **{f"refused.{name}": float(value) for name, value in self._admission.refused.items()},
             **{f"link.{name}": float(value) for name, value in self._require_pool().counters.items()},

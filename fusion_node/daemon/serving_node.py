@@ -21,7 +21,7 @@ from fusion_node.engine.stage import Stage
 from fusion_node.errors import FusionError, ResourceExhausted
 from fusion_node.store import StoredModel
 from fusion_node.types import LayerRange, PeerId
-from p2p.addresses import dialable_hosts
+from p2p.addresses import dialable_hosts, parse_announce
 from p2p.discovery import DiscoveryService
 from p2p.identity import Identity
 from p2p.links import LinkPool
@@ -173,6 +173,11 @@ class ServingNode:
         self._data_addresses = tuple(
             f"[{name}]:{bound_port}" if ":" in name else f"{name}:{bound_port}" for name in dialable_hosts(host)[:8]
         )
+        announced = [parse_announce(text) for text in self._config.announce]
+        self._data_addresses += tuple(
+            f"[{name}]:{port + 1}" if ":" in name else f"{name}:{port + 1}" for name, port in announced
+        )
+        self._data_addresses = self._data_addresses[-8:]
         await self._announce()
 
     async def serve(self, stop: asyncio.Event) -> None:
