@@ -88,6 +88,22 @@ def parse_listen(text: str) -> tuple[str, int]:
     return host, _parse_port(port, text, lowest=0)
 
 
+def parse_announce(text: str) -> tuple[str, int]:
+    """Reads ``HOST:PORT`` where others can dial; the host may be a name.
+
+    Raises:
+        ConfigError: when it is anything else, or an address that nobody can dial.
+    """
+    host, colon, port = text.strip().rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    ip = _as_ip(host)
+    if not colon or (ip is None and not _DNS_NAME.match(host)) or (ip is not None and ip.is_unspecified):
+        raise ConfigError(
+            f"{text!r} is not an address that others can dial: write HOST:PORT, like node.example.org:4600"
+        )
+    return host, _parse_port(port, text, lowest=1)
+
+
 def check_bindable(host: str, port: int) -> None:
     """Makes sure that nobody listens there yet.
 

@@ -33,7 +33,7 @@ from fusion_node.errors import (
 )
 from fusion_node.types import ModelId, PeerId, UnixS
 from fusion_node.wire import WireError
-from p2p.addresses import PeerAddress, check_bindable, dialable_hosts, is_loopback, parse_listen
+from p2p.addresses import PeerAddress, check_bindable, dialable_hosts, is_loopback, parse_announce, parse_listen
 from p2p.bridge import Bridge, Runner
 from p2p.control import Answer, ControlNode, ControlPlaneDown, HostConfig, HostHooks
 from p2p.identity import Identity, short
@@ -74,6 +74,7 @@ PULLED_PEERS = 16
 FRESH_S = 30.0
 """A record younger than this is not asked for again, when the DHT names its node."""
 
+_NAME_ONE = "name a node of the swarm with --peer ADDRESS or --peer INVITE"
 _PROVIDER_DOMAIN = b"fusion-node/provider/1:"
 _SHA2_256_MULTIHASH = bytes([0x12, 0x20])
 
@@ -90,6 +91,7 @@ class DiscoveryConfig:
         listen: ``HOST:PORT`` for the control plane; port 0 takes any free one; empty only dials.
         bootstrap: multiaddrs or invites of peers to enter the swarm by.
         mdns: whether to find peers on the local network; without effect when listening on loopback only.
+        announce: ``HOST:PORT`` under which the listener can also be dialled, as behind a router that forwards a port.
         serve: whether to store and answer for others in the DHT: nodes do, users do not.
     """
 
@@ -97,6 +99,7 @@ class DiscoveryConfig:
     bootstrap: tuple[str, ...]
     mdns: bool
     serve: bool
+    announce: tuple[str, ...] = ()
 
 
 class DiscoveryService(Protocol):
@@ -185,6 +188,7 @@ class Discovery:
         self._publication = _Publication()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
+        self._announce: tuple[tuple[str, int], ...] = ()
 
     @property
     def addresses(self) -> list[str]:
@@ -200,6 +204,7 @@ class Discovery:
 
     async def start(self) -> None:
         listen = tuple(parse_listen(text) for text in self._config.listen)
+        self._announce = tuple(parse_announce(text) for text in self._config.announce)
         for address in parse_bootstrap(self._config.bootstrap, now=self._now()):
             if address.peer != self._identity.peer_id:
                 self._bootstrap.setdefault(address.peer, []).append(address)
@@ -230,7 +235,7 @@ class Discovery:
             raise NoPeers(
                 f"no peer answered within {timeout_s:.0f} s (tried {where}"
                 f"{'; ' + self._last_dial_failure if self._last_dial_failure else ''}): "
-                "check that the node runs, and that its address can be reached from here"
+                f"{'check that the node runs and that its address can be reached from here' if tried else _NAME_ONE}"
             ) from None
 
     async def announce(self, envelope: bytes, model_ids: Sequence[ModelId]) -> None:
@@ -501,7 +506,7 @@ class Discovery:
             PeerAddress.of(own, port, self._identity.peer_id)
             for host, port in self._listen
             for own in dialable_hosts(host)
-        ]
+        ] + [PeerAddress.of(host, port, self._identity.peer_id) for host, port in self._announce]
 
     def _now(self) -> UnixS:
         return UnixS(self._clock())

@@ -76,7 +76,7 @@ class _Scene:
 
     def __rich__(self) -> Group:
         table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
-        for name in ("", "process", "peer", "layers", "state", "seen over the DHT"):
+        for name in ("", "process", "peer", "layers", "state", "found"):
             table.add_column(name, no_wrap=True)
         for node in self.local.nodes:
             trip = self.round_trips_ms.get(node.peer)
@@ -89,7 +89,7 @@ class _Scene:
                 Text("not yet", style="dim") if trip is None else f"yes, {trip:.1f} ms away",
             )
         holders = tuple(self.holders) or (0,) * self.model.num_layers
-        view = ModelView(self.model.name, self.model.model_id, self.model.num_layers, holders)
+        view = ModelView(self.model.name, self.model.model_id, "fp32", self.model.num_layers, holders)
         return Group(table, Text(), coverage(view))
 
 
@@ -154,7 +154,7 @@ async def _watch(swarm: SwarmClient, scene: _Scene) -> None:
     while True:
         view = await look_around(swarm.connection, swarm.model.model_id)
         scene.round_trips_ms.update((n.peer, n.round_trip_ms) for n in view.nodes if n.round_trip_ms is not None)
-        models = [m for m in view.models if m.model_id == swarm.model.model_id]
+        models = [m for m in view.models if m.model_id == swarm.model.model_id and m.numerics == "fp32"]
         if models:
             scene.holders = list(models[0].holders_per_layer)
             if models[0].is_complete and len(scene.round_trips_ms) >= len(scene.local.nodes):

@@ -33,6 +33,14 @@ def join(
             "The data plane takes the next port.",
         ),
     ] = DEFAULT_LISTEN,
+    announce: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Where others reach --listen, if not at this machine's own address, as behind a router that "
+            "forwards this port and the next. May be repeated.",
+        ),
+    ] = None,
     identity: Annotated[Path | None, typer.Option(help="Key file; made if absent.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
     numerics: Numerics = "fp32",
@@ -53,6 +61,7 @@ def join(
         layers=None if layers is None else LayerRange.parse(layers),
         peers=tuple(peer or ()),
         listen=listen,
+        announce=tuple(announce or ()),
         home=home,
         identity_path=identity,
         device=device,

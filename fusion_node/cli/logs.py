@@ -54,5 +54,5 @@ def configure_logs(log_format: LogFormat, *, verbose: bool = False, quiet: bool 
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
-    for noisy in ("aiohttp.access", "asyncio", "urllib3", "httpx", "filelock", "transformers"):
+    for noisy in ("aiohttp.access", "asyncio", "multiaddr", "urllib3", "httpx", "filelock", "transformers"):
         logging.getLogger(noisy).setLevel(max(level, logging.WARNING))

@@ -21,6 +21,7 @@ from rich.progress import (
 from rich.progress import Progress as Bars
 from rich.table import Table
 
+from fusion_node.cli.options import Home
 from fusion_node.errors import StoreCorrupted
 from fusion_node.store import ModelStore, StoredModel
 
@@ -40,16 +41,17 @@ def pull(
     ],
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a repository.")] = None,
     file: Annotated[str | None, typer.Option(help="Which .gguf file of a folder or repository.")] = None,
+    home: Home = None,
 ) -> None:
     """Fetch a model. An interrupted pull continues when it is run again."""
-    model = pull_with_progress(source, revision=revision, file=file)
+    model = pull_with_progress(source, revision=revision, file=file, home=home)
     Console().print(f"{model.name}  {model.model_id}  {_size(model.size_bytes)}", soft_wrap=True, highlight=False)
 
 
 @models_app.command("list")
-def list_models(as_json: Json = False) -> None:
+def list_models(as_json: Json = False, home: Home = None) -> None:
     """List the models on this machine."""
-    models = ModelStore().list()
+    models = ModelStore(home).list()
     if as_json:
         _print_json([_summary(model) for model in models])
         return
@@ -75,9 +77,10 @@ def show(
     verify: Annotated[
         bool, typer.Option("--verify", help="Read every weight and compare it with the manifest.")
     ] = False,
+    home: Home = None,
 ) -> None:
     """Show what a model consists of."""
-    model = ModelStore().find(name_or_id)
+    model = ModelStore(home).find(name_or_id)
     if verify:
         bad = model.bad_blocks()
         if bad:
@@ -112,9 +115,9 @@ def show(
 
 
 @models_app.command("rm")
-def remove(name_or_id: Name) -> None:
+def remove(name_or_id: Name, home: Home = None) -> None:
     """Remove a model from this machine."""
-    ModelStore().remove(name_or_id)
+    ModelStore(home).remove(name_or_id)
     Console().print(f"removed {name_or_id}", highlight=False)
 
 

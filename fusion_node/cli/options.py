@@ -13,7 +13,7 @@ Peers = Annotated[
     list[str] | None,
     typer.Option("--peer", metavar="ADDR|INVITE", help="A node of the swarm to enter by. May be repeated."),
 ]
-Mdns = Annotated[bool, typer.Option("--mdns/--no-mdns", help="Look for nodes on the local network.")]
+Mdns = Annotated[bool, typer.Option("--mdns/--no-mdns", help="Look for nodes on the local network and this machine.")]
 Home = Annotated[
     Path | None, typer.Option("--home", envvar="FUSION_HOME", help="Folder of the model store and the identity.")
 ]

@@ -25,15 +25,14 @@ _COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
     ("device", "left"),
     ("rtt ms", "right"),
     ("ms/layer", "right"),
-    ("sessions", "right"),
+    ("open", "right"),
     ("age", "right"),
-    ("", "left"),
 )
 
 
 def node_table(nodes: Sequence[NodeView]) -> Table:
     """One row per shard of a node. Everything a peer says of itself is made printable first."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="bold")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), collapse_padding=True, header_style="bold")
     for name, justify in _COLUMNS:
         table.add_column(name, justify=justify, no_wrap=True)
     for node in nodes:
@@ -49,16 +48,20 @@ def node_table(nodes: Sequence[NodeView]) -> Table:
                 f"{shard.ms_per_layer:.2f}",
                 f"{node.counters.get('open_sessions', node.num_sessions):.0f}",
                 f"{node.record_age_s:.0f} s",
-                Text(printable(node.problem), style="red"),
             )
     return table
+
+
+def problems(nodes: Sequence[NodeView]) -> list[Text]:
+    """One line per node that could not be reached or asked."""
+    return [Text(f"…{n.peer[-8:]}  {printable(n.problem)}", style="red") for n in nodes if n.problem]
 
 
 def coverage(model: ModelView) -> Text:
     """The layers of a model from first to last, marked by how many nodes hold each."""
     holders = model.holders_per_layer
     cells = min(len(holders), MAX_CELLS)
-    text = Text(f"{printable(model.model)}  0 ")
+    text = Text(f"{printable(model.model)} {printable(model.numerics)}  0 ")
     for cell in range(cells):
         first, last = cell * len(holders) // cells, (cell + 1) * len(holders) // cells
         mark, style = _MARKS[min(min(holders[first:last]), 2)]

@@ -11,8 +11,8 @@ from rich.console import Console
 
 from fusion_node.cli.logs import LogFormat, configure_logs
 from fusion_node.cli.options import AsJson, Home, Mdns, Peers
-from fusion_node.cli.pictures import coverage, node_table
-from fusion_node.client.connection import SwarmConnection
+from fusion_node.cli.pictures import coverage, node_table, problems
+from fusion_node.client.connection import SwarmConnection, ways_in
 from fusion_node.client.overview import Overview, look_around
 from fusion_node.store import ModelStore
 
@@ -29,7 +29,8 @@ def status(
     model_id = None if model is None else ModelStore(home).find(model).model_id
 
     async def run() -> Overview:
-        async with SwarmConnection(peer or (), mdns=mdns) as connection:
+        known = ways_in(peer or (), mdns=mdns, home=ModelStore(home).home)
+        async with SwarmConnection(known, mdns=mdns) as connection:
             return await look_around(connection, model_id)
 
     overview = asyncio.run(run())
@@ -38,6 +39,8 @@ def status(
         return
     console = Console()
     console.print(node_table(overview.nodes) if overview.nodes else "no node serves a model here")
+    for line in problems(overview.nodes):
+        console.print(line)
     for view in overview.models:
         console.print()
         console.print(coverage(view))

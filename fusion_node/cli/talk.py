@@ -68,10 +68,15 @@ def generate(
         ) as swarm:
             answer = swarm.generate(text, params, raw=raw)
             pieces = []
-            async for piece in answer:
-                pieces.append(piece)
-                if not as_json:
-                    print(piece, end="", flush=True)
+            try:
+                async for piece in answer:
+                    pieces.append(piece)
+                    if not as_json:
+                        print(piece, end="", flush=True)
+            except FusionError:
+                if pieces and not as_json:
+                    print()
+                raise
             if as_json:
                 print(msgspec.json.encode({"text": "".join(pieces), **describe(answer.stats)}).decode())
                 return

@@ -9,6 +9,7 @@ import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -19,6 +20,7 @@ from fusion_node.types import ModelId, PeerId
 from p2p.discovery import Discovery, DiscoveryConfig, DiscoveryService
 from p2p.identity import Identity, short
 from p2p.links import LinkPool
+from p2p.local_nodes import running
 from p2p.messages import (
     AnyMessage,
     SessionClosed,
@@ -35,6 +37,8 @@ from p2p.websocket import WebSocketNetwork
 
 FIND_TIMEOUT_S = 10.0
 ENTER_TIMEOUT_S = 20.0
+LAN_TIMEOUT_S = 6.0
+"""Without an address, nodes on the local network answer in a second or two, or are not there."""
 MEASURE_TIMEOUT_S = 6.0
 MAX_MEASURED = 64
 """Nodes that one look at the swarm connects to. More candidates than this are for the planner's predictions, later."""
@@ -61,6 +65,11 @@ class MeasuredNode:
     @property
     def peer(self) -> PeerId:
         return PeerId(self.record.peer)
+
+
+def ways_in(peers: Sequence[str], *, mdns: bool, home: Path) -> tuple[str, ...]:
+    """The addresses given, or else those of the nodes that run on this machine from the same home."""
+    return tuple(peers) or (running(home / "run") if mdns else ())
 
 
 class SwarmConnection:
@@ -128,7 +137,7 @@ class SwarmConnection:
         Raises:
             NoPeers: no peer of the swarm can be reached.
         """
-        await self._discovery.wait_for_peer(ENTER_TIMEOUT_S)
+        await self._discovery.wait_for_peer(ENTER_TIMEOUT_S if self._peers else LAN_TIMEOUT_S)
         return await self._discovery.find(model_id, timeout_s=timeout_s)
 
     async def measure(self, records: Sequence[NodeRecord]) -> list[MeasuredNode]:

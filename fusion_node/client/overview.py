@@ -43,10 +43,11 @@ class NodeView(msgspec.Struct, frozen=True):
 
 
 class ModelView(msgspec.Struct, frozen=True):
-    """One model: how many reachable nodes hold each layer, per layer."""
+    """One model in one numerics class: how many reachable nodes hold each layer, per layer."""
 
     model: str
     model_id: str
+    numerics: str
     num_layers: int
     holders_per_layer: tuple[int, ...]
 
@@ -111,19 +112,20 @@ async def _view(connection: SwarmConnection, node: MeasuredNode) -> NodeView:
 
 def _models(nodes: Sequence[NodeView]) -> list[ModelView]:
     """Coverage counts only nodes that answer: a listed ghost covers nothing."""
-    holders: dict[tuple[str, int], list[int]] = {}
+    holders: dict[tuple[str, str, int], list[int]] = {}
     names: dict[str, str] = {}
     for node in nodes:
         for shard in node.shards:
             # Who claims another number of layers speaks of another model, whatever id it claims.
-            layers = holders.setdefault((shard.model_id, shard.num_layers), [0] * shard.num_layers)
+            key = (shard.model_id, shard.numerics, shard.num_layers)
+            layers = holders.setdefault(key, [0] * shard.num_layers)
             names.setdefault(shard.model_id, shard.model)
             if node.round_trip_ms is not None:
                 for layer in range(shard.start, shard.stop):
                     layers[layer] += 1
     return [
-        ModelView(names[model_id], model_id, num_layers, tuple(layers))
-        for (model_id, num_layers), layers in sorted(holders.items())
+        ModelView(names[model_id], model_id, numerics, num_layers, tuple(layers))
+        for (model_id, numerics, num_layers), layers in sorted(holders.items())
     ]
 
 

@@ -20,7 +20,7 @@ from typing import Self
 import msgspec
 import structlog
 
-from fusion_node.client.connection import MeasuredNode, SwarmConnection
+from fusion_node.client.connection import MeasuredNode, SwarmConnection, ways_in
 from fusion_node.client.sampling import SamplingParams, choose_token
 from fusion_node.client.session import Session
 from fusion_node.client.session_core import SessionCore, StepDone
@@ -145,7 +145,7 @@ class SwarmClient:
         numerics: class that nodes must serve, and that the boundary computes in.
         device: for the boundary.
         threads: torch threads of this process; None leaves torch's choice.
-        mdns: whether to look for nodes on the local network.
+        mdns: whether to look for nodes on the local network and on this machine.
         connection: an existing connection; it is used and not closed.
 
     Raises:
@@ -170,7 +170,9 @@ class SwarmClient:
         self._device = choose_device(device)
         self._threads = threads
         self._owns_connection = connection is None
-        self.connection = connection or SwarmConnection(peers, identity=identity, mdns=mdns)
+        self.connection = connection or SwarmConnection(
+            ways_in(peers, mdns=mdns, home=ModelStore(home).home), identity=identity, mdns=mdns
+        )
         self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="boundary")
         self._loading: asyncio.Future[tuple[Boundary, Tokenizer]] | None = None
         self._avoid: dict[PeerId, float] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ class Tokenizer:
     def __init__(self, path: Path) -> None:
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            # Too long a prompt is our error to raise, with what to do, and not a warning of a library.
+            self._tokenizer.model_max_length = sys.maxsize
         except (OSError, ValueError) as error:
             raise StoreCorrupted(f"the tokenizer in {path} cannot be read: pull the model again") from error
 

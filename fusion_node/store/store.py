@@ -102,8 +102,8 @@ class ModelStore:
         found = [model for model in models if model.name.lower() == wanted.lower()]
         if not found and _ID_PREFIX.match(wanted.lower()):
             found = [model for model in models if model.model_id.startswith(wanted.lower())]
-        if len(found) == 1:
-            return found[0]
+        if found and len({model.model_id for model in found}) == 1:
+            return found[0]  # several names of one id are the same weights
         if found:
             raise UnknownModel(f"{name_or_id} fits several models: {', '.join(model.name for model in found)}")
         raise UnknownModel(self._not_found(name_or_id, models))

@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 
 from fusion_node.cli.local_swarm import split_evenly
-from fusion_node.cli.pictures import coverage, node_table, uncovered
+from fusion_node.cli.pictures import coverage, node_table, problems, uncovered
 from fusion_node.client.overview import ModelView, NodeView, ShardView
 
 
@@ -28,16 +28,16 @@ def test_uncovered_layers_are_named_as_ranges() -> None:
 
 
 def test_coverage_shows_one_mark_per_layer() -> None:
-    text = coverage(ModelView("m", "a" * 64, 6, (0, 0, 1, 1, 2, 3))).plain
+    text = coverage(ModelView("m", "a" * 64, "fp32", 6, (0, 0, 1, 1, 2, 3))).plain
     assert "··▄▄██" in text
     assert "layers 0:2 not covered" in text
-    assert "all layers covered 1× to 2×" in coverage(ModelView("m", "a" * 64, 2, (1, 2))).plain
+    assert "all layers covered 1× to 2×" in coverage(ModelView("m", "a" * 64, "fp32", 2, (1, 2))).plain
 
 
 def test_coverage_of_a_deep_model_shows_the_worst_layer_of_each_cell() -> None:
     holders = [1] * 128
     holders[77] = 0
-    text = coverage(ModelView("m", "a" * 64, 128, tuple(holders))).plain
+    text = coverage(ModelView("m", "a" * 64, "fp32", 128, tuple(holders))).plain
     assert text.count("·") == 1
     assert "layers 77:78 not covered" in text
 
@@ -50,7 +50,8 @@ def test_node_table_fits_eighty_columns() -> None:
 
 
 def test_control_characters_and_markup_of_a_peer_are_shown_as_text() -> None:
-    text = printed(node_table([node(name="[red]\x1b[31mboo", device="\x07bell\n", problem="[link=x]y")]), width=200)
+    hostile = [node(name="[red]\x1b[31mboo", device="\x07bell\n", problem="[link=x]y\x1b[0m")]
+    text = printed(node_table(hostile), width=200) + printed(problems(hostile)[0])
     assert "\x1b" not in text
     assert "\x07" not in text
     assert "[red]?[31mboo" in text

@@ -1,0 +1,55 @@
+"""The nodes that run on this machine for this user: one small file each, so that they are found without an address.
+
+mDNS does not reach loopback, where a node listens unless it is told otherwise. The folder is the user's own; whoever
+can write there could as well change the program's settings, so what stands in a file is believed as a ``--peer`` is: it
+is where to dial and whom to expect, and the peer has to prove itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+MAX_FILE_BYTES = 16 * 1024
+MAX_NODES = 32
+
+
+@contextlib.contextmanager
+def registered(folder: Path, peer: str, addresses: Sequence[str]) -> Iterator[None]:
+    """Tells of a node for as long as the context lasts. Failing to write is no reason not to serve."""
+    path = folder / f"{peer}.json"
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        temporary.write_text(json.dumps({"pid": os.getpid(), "addresses": list(addresses)}))
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def running(folder: Path) -> tuple[str, ...]:
+    """Addresses of the nodes that run now; files of processes that are gone are removed."""
+    found: list[str] = []
+    for path in sorted(folder.glob("*.json"))[:MAX_NODES]:
+        try:
+            content = json.loads(path.read_bytes()[:MAX_FILE_BYTES])
+            pid, addresses = int(content["pid"]), [str(address) for address in content["addresses"]]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        if psutil.pid_exists(pid):
+            found += addresses
+        else:
+            with contextlib.suppress(OSError):
+                path.unlink(missing_ok=True)
+    return tuple(found)
