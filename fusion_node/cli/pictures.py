@@ -34,7 +34,8 @@ def node_table(nodes: Sequence[NodeView]) -> Table:
     """One row per shard of a node. Everything a peer says of itself is made printable first."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), collapse_padding=True, header_style="bold")
     for name, justify in _COLUMNS:
-        table.add_column(name, justify=justify, no_wrap=True)
+        # What is too long for the terminal wraps in the columns of free text, and nowhere else.
+        table.add_column(name, justify=justify, no_wrap=name not in ("model", "device"), overflow="fold")
     for node in nodes:
         trip = "–" if node.round_trip_ms is None else f"{node.round_trip_ms:.1f}"
         for shard in node.shards:
