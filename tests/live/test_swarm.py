@@ -1,0 +1,230 @@
+"""Three real processes serve a real model: what comes out is compared with the model in one process, by token."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import base58
+import pytest
+import pytest_asyncio
+import torch
+
+from fusion_node.client.sampling import SamplingParams
+from fusion_node.client.swarm import Generation, SwarmClient
+from fusion_node.engine.reference import ReferenceModel
+from fusion_node.errors import NoRoute, PeerError
+from fusion_node.store import StoredModel
+from tests.live.swarm_process import MODEL, Nodes
+
+pytestmark = [pytest.mark.live, pytest.mark.asyncio(loop_scope="module")]
+
+PARAMS = SamplingParams(max_tokens=64, ignore_eos=True)
+"""Greedy, and 64 tokens whatever comes, so that as many are compared."""
+
+PROMPTS = {
+    "english": "The lighthouse keeper had not spoken to anyone for eleven weeks when the marmalade boat arrived.",
+    "code": "def quicksort(items: list[int]) -> list[int]:\n    if len(items) < 2:\n        return items\n    pivot =",
+    "chinese": "人工智能的发展历史可以追溯到二十世纪五十年代，当时的科学家们",
+    "one-token": "The",
+    "thousand-tokens": " ".join(f"Entry {n}: the heron of ward {n * 7 % 90} saw a boat." for n in range(64)),
+    "emoji": "Wetter heute: ☀️🌧️🌈 — naïve café, Ελληνικά, עברית 👩‍👩‍👧‍👦 und dann 🎉",
+    "numbers": "3.14159, 2.71828, 1.41421, 1.61803, 0.57721, 299792458, 6.02214076e23,",
+    "list": "Shopping list:\n" + "\n".join(f"{n}. {word}" for n, word in enumerate(("milk", "eggs", "rope") * 9, 1)),
+}
+
+KILLED_S = 5.0
+FROZEN_S = 12.0
+LEFT_S = 10.0
+
+
+@pytest.fixture(scope="module")
+def reference(builtin_model: StoredModel) -> ReferenceModel:
+    torch.set_num_threads(1)  # as the nodes, and because they share two cores with it
+    return ReferenceModel(builtin_model.path)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def client(test_home: Path, three_nodes: Nodes) -> AsyncIterator[SwarmClient]:
+    async with SwarmClient(
+        MODEL, peers=three_nodes.current[0].addresses, home=test_home, mdns=False, threads=1
+    ) as swarm:
+        yield swarm
+
+
+async def tokens_of(generation: Generation) -> list[int]:
+    await generation.text()
+    return generation.stats.token_ids
+
+
+# the answer
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+async def test_answer_equals_the_model_in_one_process_token_for_token(
+    client: SwarmClient, three_nodes: Nodes, reference: ReferenceModel, name: str
+) -> None:
+    generation = client.generate(PROMPTS[name], PARAMS, raw=True)
+    tokens = await tokens_of(generation)
+    ids = await client.encode(PROMPTS[name], raw=True)
+    assert tokens == await asyncio.to_thread(reference.greedy, ids, 64, ignore_eos=True)
+    assert len(tokens) == 64
+    stats = generation.stats
+    assert stats.prompt_tokens == len(ids)
+    assert [(stage.peer, str(stage.layers)) for stage in stats.stages] == [
+        (node.peer, node.layers) for node in three_nodes.current
+    ]
+    assert (len(ids) == 1) == (name == "one-token")
+    assert (len(ids) > 1000) == (name == "thousand-tokens")
+
+
+async def test_chat_answer_ends_where_the_model_ends_it(client: SwarmClient) -> None:
+    generation = client.generate("What is the capital of France?", SamplingParams(max_tokens=64))
+    assert await generation.text() == "The capital of France is Paris."
+    assert generation.stats.finish_reason == "stop"
+
+
+async def test_sampling_is_a_function_of_the_seed(client: SwarmClient) -> None:
+    def sample(seed: int) -> Generation:
+        params = SamplingParams(max_tokens=24, temperature=1.0, seed=seed, ignore_eos=True)
+        return client.generate(PROMPTS["english"], params, raw=True)
+
+    first, again, other = [await tokens_of(sample(seed)) for seed in (7, 7, 8)]
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize("num_sessions", [2, 4])
+async def test_sessions_at_once_answer_what_each_answers_alone(client: SwarmClient, num_sessions: int) -> None:
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    prompts = [PROMPTS[name] for name in ("english", "code", "chinese", "numbers")][:num_sessions]
+    alone = [await tokens_of(client.generate(prompt, params, raw=True)) for prompt in prompts]
+    together = await asyncio.gather(*(tokens_of(client.generate(p, params, raw=True)) for p in prompts))
+    assert together == alone
+
+
+async def test_answer_that_is_left_early_frees_its_session(client: SwarmClient) -> None:
+    generation = client.generate(PROMPTS["english"], SamplingParams(max_tokens=400, ignore_eos=True), raw=True)
+    async for _ in generation:
+        break
+    await generation.aclose()
+    await assert_idle(client)
+
+
+async def test_nodes_keep_nothing_after_many_answers(client: SwarmClient) -> None:
+    await asyncio.gather(*(tokens_of(client.generate("Hello", SamplingParams(max_tokens=2))) for _ in range(12)))
+    counters = await assert_idle(client)
+    # Both nodes of a size have room for as much as before the first session.
+    assert all(c["kv_free_positions"] == c["kv_positions"] for c in counters)
+    assert all(c["sessions_failed"] == 0 for c in counters)
+
+
+async def assert_idle(client: SwarmClient) -> list[dict[str, float]]:
+    """Every node says that no session is open, within a moment."""
+    nodes = await client.connection.measure(await client.connection.find(client.model.model_id))
+    assert len(nodes) == 3
+    async with asyncio.timeout(5.0):
+        while True:
+            counters = [await client.connection.status_of(node) for node in nodes]
+            if all(c["open_sessions"] == 0 for c in counters):
+                return counters
+            await asyncio.sleep(0.05)
+
+
+async def test_logs_hold_nothing_of_prompts_answers_and_keys(client: SwarmClient, three_nodes: Nodes) -> None:
+    secret = "The zanzibarquokka password is hunter-seventeen-walrus."
+    generation = client.generate(secret, SamplingParams(max_tokens=12), raw=True)
+    answer = await generation.text()
+    ids = await client.encode(secret, raw=True)
+    for node in three_nodes.current:
+        log, seed = node.log, node.identity_seed
+        assert "session opened" in log
+        texts = ["zanzibar", "quokka", "walrus", "lighthouse", "marmalade", "quicksort", "heron", "人工智能", answer]
+        for run in (ids[3:6], generation.stats.token_ids[:3]):
+            texts += [", ".join(map(str, run)), " ".join(map(str, run)), ",".join(map(str, run))]
+        for form in (
+            seed.hex(),
+            base64.b64encode(seed).decode()[:40],
+            base58.b58encode(seed).decode(),
+            repr(seed)[2:30],
+        ):
+            texts.append(form)
+        texts.append(client.connection.identity.seed.hex())
+        assert [text for text in texts if text and text in log] == []
+        assert (node.folder / "stdout").read_bytes() == b""
+        # What it does tell is one JSON object per line.
+        assert all(line.startswith("{") for line in log.splitlines())
+
+
+# nodes that go: each test begins with three living ones
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def user(test_home: Path, three_nodes: Nodes) -> AsyncIterator[SwarmClient]:
+    """A new client over three living nodes."""
+    three_nodes.restore()
+    async with SwarmClient(MODEL, peers=three_nodes.addresses, home=test_home, mdns=False, threads=1) as swarm:
+        yield swarm
+
+
+async def failure_of(user: SwarmClient, hurt: Callable[[], None], *, within_s: float) -> tuple[PeerError, float]:
+    """The error that an answer ends with when a node is hurt after some tokens, and after how long."""
+    generation = user.generate(PROMPTS["english"], SamplingParams(max_tokens=1500, ignore_eos=True), raw=True)
+    hurt_at: float | None = None
+    with pytest.raises(PeerError) as error:
+        async with asyncio.timeout(60.0):
+            async for _ in generation:
+                if hurt_at is None and generation.stats.completion_tokens >= 5:
+                    hurt()
+                    hurt_at = time.monotonic()
+    assert hurt_at is not None
+    took_s = time.monotonic() - hurt_at
+    assert took_s < within_s
+    return error.value, took_s
+
+
+@pytest.mark.parametrize("index", [2, 1, 0])
+async def test_killed_node_is_named_at_once_and_a_replacement_serves_the_next_answer(
+    user: SwarmClient, three_nodes: Nodes, index: int
+) -> None:
+    short = SamplingParams(max_tokens=12, ignore_eos=True)
+    before = await tokens_of(user.generate(PROMPTS["english"], short, raw=True))
+    victim = three_nodes.current[index]
+    error, _ = await failure_of(user, lambda: victim.signal(signal.SIGKILL), within_s=KILLED_S)
+    assert victim.peer[-8:] in str(error)
+    assert error.peer in {node.peer for node in three_nodes.current}
+    victim.wait(5.0)
+    three_nodes.restore()
+    assert three_nodes.current[index].peer != victim.peer
+    assert await tokens_of(user.generate(PROMPTS["english"], short, raw=True)) == before
+
+
+async def test_node_told_to_stop_ends_well_and_is_forgotten_at_once(
+    user: SwarmClient, three_nodes: Nodes, test_home: Path
+) -> None:
+    leaver = three_nodes.current[1]
+    told_at = time.monotonic()
+    error, _ = await failure_of(user, lambda: leaver.signal(signal.SIGTERM), within_s=LEFT_S)
+    assert leaver.peer[-8:] in str(error)
+    assert error.retryable
+    assert leaver.wait(LEFT_S) == 0
+    assert time.monotonic() - told_at < LEFT_S + 5.0
+    assert leaver.events("left")
+    assert "Traceback" not in leaver.log
+    first = three_nodes.current[0].addresses
+    async with SwarmClient(MODEL, peers=first, home=test_home, mdns=False, threads=1) as newcomer:
+        with pytest.raises(NoRoute, match="layers 10:20 of"):
+            await newcomer.find_route(32)
+
+
+async def test_frozen_node_ends_the_answer_with_an_error(user: SwarmClient, three_nodes: Nodes) -> None:
+    victim = three_nodes.current[1]
+    try:
+        error, _ = await failure_of(user, lambda: victim.signal(signal.SIGSTOP), within_s=FROZEN_S)
+        assert victim.peer[-8:] in str(error)
+    finally:
+        victim.end()
