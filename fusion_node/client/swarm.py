@@ -30,7 +30,7 @@ from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.device import choose_device, set_threads
 from fusion_node.engine.numerics import NUMERICS, numerics_class
 from fusion_node.engine.tensor_codec import RowsNotFinite, decode_rows, encode_rows
-from fusion_node.errors import ContextTooLong, NoRoute, PeerRefused, PeerUnreachable, RemoteProtocolError
+from fusion_node.errors import ContextTooLong, NoRoute, PeerError, RemoteProtocolError
 from fusion_node.store import ModelStore, StoredModel
 from fusion_node.types import LayerRange, PeerId
 from p2p.identity import Identity, short
@@ -317,7 +317,7 @@ class SwarmClient:
         return min(max_tokens, self.max_context - prompt_tokens)
 
     async def _open(self, stack: AsyncExitStack, num_positions: int) -> tuple[Session, _Routed]:
-        """Plans and opens a session; a node that refuses or is gone is left out of the next plan."""
+        """Plans and opens a session; a node that refuses, is gone or is silent is left out of the next plan."""
         for attempt in range(MAX_OPEN_ATTEMPTS):
             routed = await self._route(num_positions)
             plan = self._plan(routed, num_positions)
@@ -329,8 +329,9 @@ class SwarmClient:
             )
             try:
                 return await stack.enter_async_context(Session(self.connection, core)), routed
-            except (PeerRefused, PeerUnreachable) as error:
-                if attempt == MAX_OPEN_ATTEMPTS - 1:
+            except PeerError as error:
+                # Nothing has been computed yet, so whatever keeps one node from opening, another may serve.
+                if attempt == MAX_OPEN_ATTEMPTS - 1 or not error.retryable:
                     raise
                 log.info("planning again", without=short(error.peer), reason=str(error))
                 self._avoid[PeerId(error.peer)] = time.monotonic() + AVOID_S

@@ -177,6 +177,10 @@ class Nodes:
             if not node.ready:
                 node.wait_ready()
 
+    def add(self, layers: str) -> NodeProcess:
+        """One more node beside those that there are."""
+        return self._start(layers, self.current[0].addresses[:1], ()).wait_ready()
+
     @property
     def addresses(self) -> list[str]:
         return [address for node in self.current for address in node.addresses]

@@ -228,3 +228,29 @@ async def test_frozen_node_ends_the_answer_with_an_error(user: SwarmClient, thre
         assert victim.peer[-8:] in str(error)
     finally:
         victim.end()
+
+
+async def test_node_found_frozen_when_an_answer_begins_is_left_out_of_a_second_plan(
+    user: SwarmClient, three_nodes: Nodes
+) -> None:
+    short = SamplingParams(max_tokens=12, ignore_eos=True)
+    spare = three_nodes.add("10:20")
+    await until_found(user, spare.peer)
+    generation = user.generate(PROMPTS["english"], short, raw=True)
+    before = await tokens_of(generation)
+    (victim,) = [n for n in (three_nodes.current[1], spare) if n.peer == generation.stats.stages[1].peer]
+    victim.signal(signal.SIGSTOP)
+    try:
+        async with asyncio.timeout(30.0):
+            generation = user.generate(PROMPTS["english"], short, raw=True)
+            assert await tokens_of(generation) == before
+    finally:
+        victim.end()
+        spare.end()
+    assert victim.peer not in {stage.peer for stage in generation.stats.stages}
+
+
+async def until_found(client: SwarmClient, peer: str) -> None:
+    async with asyncio.timeout(20.0):
+        while peer not in {r.peer for r in await client.connection.find(client.model.model_id)}:  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
