@@ -105,6 +105,10 @@ class SessionOpened(Message, frozen=True, array_like=True, tag="opened"):
     lease_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
 
 
+SUCCESSOR_UNREACHABLE = "successor-unreachable"
+"""SessionRefused.code when the stage itself is well, but cannot reach the next one."""
+
+
 class SessionRefused(Message, frozen=True, array_like=True, tag="refused"):
     """Stage to user: not reserved, and why."""
 

@@ -51,6 +51,9 @@ def join(
     operator: Annotated[str, typer.Option(help="A name under which you want to be known.")] = "",
     mdns: Mdns = True,
     home: Home = None,
+    until_stdin_ends: Annotated[
+        bool, typer.Option("--until-stdin-ends", help="Leave when standard input ends: with whoever started the node.")
+    ] = False,
     log_format: Annotated[LogFormat, typer.Option(help="auto is pretty on a terminal.")] = LogFormat.AUTO,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
 ) -> None:
@@ -73,7 +76,7 @@ def join(
     )
     from fusion_node.daemon.node import run_node
 
-    asyncio.run(run_node(config, on_ready=_tell))
+    asyncio.run(run_node(config, on_ready=_tell, until_stdin_ends=until_stdin_ends))
 
 
 def _tell(node: ReadyNode) -> None:

@@ -114,12 +114,14 @@ class LocalSwarm:
             sys.executable, "-m", "fusion_node.cli.main", "join", self._model,
             "--layers", str(layers), "--identity", str(key), "--threads", str(self._threads),
             "--numerics", self._numerics, "--listen", "127.0.0.1:0", "--no-mdns", "--log-format", "json",
+            "--until-stdin-ends",
         ]  # fmt: skip
+        command += ["--until-stdin-ends"]
         command += ["--peer", peer] if peer else []
         command += ["--home", str(self._home)] if self._home else []
         process = await asyncio.create_subprocess_exec(
             *command,
-            stdin=asyncio.subprocess.DEVNULL,
+            stdin=asyncio.subprocess.PIPE,  # ends with us, and the node with it
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
         )

@@ -20,11 +20,20 @@ import enum
 from collections import deque
 from dataclasses import dataclass
 
-from fusion_node.errors import FusionError, PeerClosed, PeerRefused, PeerTimeout, RemoteProtocolError
+from fusion_node.errors import (
+    FusionError,
+    PeerClosed,
+    PeerError,
+    PeerRefused,
+    PeerTimeout,
+    PeerUnreachable,
+    RemoteProtocolError,
+)
 from fusion_node.types import MonotonicS, PeerId
 from fusion_node.wire import printable as printable
 from p2p.identity import short
 from p2p.messages import (
+    SUCCESSOR_UNREACHABLE,
     AnyMessage,
     CloseSession,
     OpenSession,
@@ -183,7 +192,7 @@ class SessionCore:
                     self._open_deadline = None
                     self._events.append(Opened())
             case SessionRefused() if self._is_from_stage(message.stage, source):
-                self._fail(PeerRefused(source, f"node {short(source)} refuses: {printable(message.reason)}"))
+                self._fail(self._translate_refusal(message, source))
             case SessionFailed() if self._is_from_stage(message.stage, source):
                 self._fail(self._translate(message, source))
             case StepResult() if source == self._peers[-1]:
@@ -245,6 +254,14 @@ class SessionCore:
 
     def _is_from_stage(self, stage: int, source: PeerId) -> bool:
         return stage < len(self._peers) and self._peers[stage] == source
+
+    def _translate_refusal(self, message: SessionRefused, source: PeerId) -> PeerError:
+        """Who is to be left out of the next plan: mostly who refuses, but not for a neighbour that it cannot reach."""
+        reason = printable(message.reason)
+        if message.code == SUCCESSOR_UNREACHABLE and message.stage + 1 < len(self._peers):
+            successor = self._peers[message.stage + 1]
+            return PeerUnreachable(successor, f"node {short(source)} cannot reach node {short(successor)}: {reason}")
+        return PeerRefused(source, f"node {short(source)} refuses: {reason}")
 
     def _translate(self, message: SessionFailed, source: PeerId) -> FusionError:
         """A stage may name a neighbour as the cause; it may lie, so both names are in the error."""

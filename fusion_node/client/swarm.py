@@ -30,7 +30,7 @@ from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.device import choose_device, set_threads
 from fusion_node.engine.numerics import NUMERICS, numerics_class
 from fusion_node.engine.tensor_codec import RowsNotFinite, decode_rows, encode_rows
-from fusion_node.errors import ContextTooLong, NoRoute, PeerError, RemoteProtocolError
+from fusion_node.errors import ConfigError, ContextTooLong, NoRoute, PeerError, RemoteProtocolError
 from fusion_node.store import ModelStore, StoredModel
 from fusion_node.types import LayerRange, PeerId
 from p2p.identity import Identity, short
@@ -313,7 +313,7 @@ class SwarmClient:
                 f"{self.max_context}: shorten the prompt"
             )
         if prompt_tokens == 0:
-            raise ContextTooLong("the prompt is empty: write at least one character")
+            raise ConfigError("the prompt is empty: write at least one character")
         return min(max_tokens, self.max_context - prompt_tokens)
 
     async def _open(self, stack: AsyncExitStack, num_positions: int) -> tuple[Session, _Routed]:

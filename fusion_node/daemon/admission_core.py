@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from fusion_node.engine.session_log_core import SessionLog
 from fusion_node.types import LayerRange, ModelId, MonotonicS, PeerId
-from p2p.messages import OpenSession
+from p2p.messages import SUCCESSOR_UNREACHABLE, OpenSession
 from p2p.records import Plan
 
 LEASE_S = 120.0
@@ -41,7 +41,7 @@ class RefusalCode(enum.StrEnum):
     TOO_MANY_SESSIONS = "too-many-sessions"
     DUPLICATE = "duplicate"
     DRAINING = "draining"
-    SUCCESSOR_UNREACHABLE = "successor-unreachable"
+    SUCCESSOR_UNREACHABLE = SUCCESSOR_UNREACHABLE
 
 
 @dataclass(frozen=True, slots=True)

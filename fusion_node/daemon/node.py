@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
+import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,8 +38,9 @@ async def run_node(
     *,
     stop: asyncio.Event | None = None,
     on_ready: Callable[[ReadyNode], None] | None = None,
+    until_stdin_ends: bool = False,
 ) -> None:
-    """Runs a node until SIGINT, SIGTERM or ``stop``.
+    """Runs a node until SIGINT, SIGTERM, ``stop``, or the end of standard input if so wished.
 
     Raises:
         FusionError: whatever keeps the node from serving; its exit code says which.
@@ -47,6 +50,8 @@ async def run_node(
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, stop.set)
+    if until_stdin_ends:
+        _stop_at_end_of_stdin(stop)
     node = await _Starter(config, stop).start()
     if node is None:
         return
@@ -56,6 +61,21 @@ async def run_node(
         await node.serve(stop)
     finally:
         await node.leave()
+
+
+def _stop_at_end_of_stdin(stop: asyncio.Event) -> None:
+    """A pipe from the starter ends with it, however it ends: a starter that is killed leaves no nodes behind."""
+    loop, stdin = asyncio.get_running_loop(), sys.stdin.fileno()
+
+    def readable() -> None:
+        if not os.read(stdin, 4096):
+            loop.remove_reader(stdin)
+            stop.set()
+
+    try:
+        loop.add_reader(stdin, readable)
+    except PermissionError as error:
+        raise ConfigError("--until-stdin-ends needs a pipe or a terminal as standard input, not a file") from error
 
 
 class _Starter:

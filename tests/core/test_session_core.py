@@ -19,10 +19,11 @@ from fusion_node.client.session_core import (
     SessionState,
     StepDone,
 )
-from fusion_node.errors import PeerClosed, PeerError, PeerRefused, PeerTimeout, RemoteProtocolError
+from fusion_node.errors import PeerClosed, PeerError, PeerRefused, PeerTimeout, PeerUnreachable, RemoteProtocolError
 from fusion_node.types import MonotonicS, PeerId
 from p2p.identity import Identity
 from p2p.messages import (
+    SUCCESSOR_UNREACHABLE,
     AnyMessage,
     CloseSession,
     OpenSession,
@@ -318,3 +319,13 @@ def test_every_sequence_of_events_ends_with_one_error_at_most(actions: list[tupl
         assert len(closes) == len(PEERS)
     sequences = [event.sequence for event in told if isinstance(event, StepDone)]
     assert sequences == list(range(len(sequences)))
+
+
+def test_a_stage_that_cannot_reach_the_next_one_is_not_itself_blamed() -> None:
+    session = core()
+    session.start(now=T0)
+    refused = SessionRefused(KEY, EPOCH, 0, SUCCESSOR_UNREACHABLE, "it does not answer")
+    session.receive(refused, source=PEERS[0], now=T0)
+    error = error_of(session)
+    assert isinstance(error, PeerUnreachable)
+    assert error.peer == PEERS[1]

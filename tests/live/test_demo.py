@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -67,3 +68,17 @@ async def test_local_swarm_tells_why_a_node_failed_and_leaves_none_behind(
         await swarm.start(split_evenly(30, 2))
     assert all(node.process.returncode is not None for node in swarm.nodes)
     await asyncio.gather(*(node.process.wait() for node in swarm.nodes))
+
+
+def test_a_demo_that_is_killed_leaves_no_node_behind(builtin_model: StoredModel, test_home: Path) -> None:
+    env = {**os.environ, "FUSION_HOME": str(test_home)}
+    process = subprocess.Popen(COMMAND, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    demo = psutil.Process(process.pid)
+    deadline = time.monotonic() + 60
+    while len(nodes := demo.children()) < 3 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(nodes) == 3
+    process.kill()
+    process.wait()
+    _, alive = psutil.wait_procs(nodes, timeout=30)
+    assert alive == []
