@@ -324,6 +324,7 @@ def test_every_sequence_of_events_ends_with_one_error_at_most(actions: list[tupl
 def test_a_stage_that_cannot_reach_the_next_one_is_not_itself_blamed() -> None:
     session = core()
     session.start(now=T0)
+    session.messages_to_send()
     refused = SessionRefused(KEY, EPOCH, 0, SUCCESSOR_UNREACHABLE, "it does not answer")
     session.receive(refused, source=PEERS[0], now=T0)
     error = error_of(session)
