@@ -27,7 +27,7 @@ from fusion_node.client.session_core import SessionCore, StepDone
 from fusion_node.client.text_stream import TextStream
 from fusion_node.client.tokenizer import ChatMessage, Tokenizer
 from fusion_node.engine.boundary import Boundary
-from fusion_node.engine.device import choose_device, set_threads
+from fusion_node.engine.device import choose_device, prepare_thread, set_threads
 from fusion_node.engine.numerics import NUMERICS, numerics_class
 from fusion_node.engine.tensor_codec import RowsNotFinite, decode_rows, encode_rows
 from fusion_node.errors import ConfigError, ContextTooLong, NoRoute, PeerError, RemoteProtocolError
@@ -173,7 +173,7 @@ class SwarmClient:
         self.connection = connection or SwarmConnection(
             ways_in(peers, mdns=mdns, home=ModelStore(home).home), identity=identity, mdns=mdns
         )
-        self._compute = ThreadPoolExecutor(max_workers=1, thread_name_prefix="boundary")
+        self._compute = ThreadPoolExecutor(1, thread_name_prefix="boundary", initializer=prepare_thread)
         self._loading: asyncio.Future[tuple[Boundary, Tokenizer]] | None = None
         self._avoid: dict[PeerId, float] = {}
         self._nodes: list[MeasuredNode] = []

@@ -17,6 +17,7 @@ import msgspec
 import structlog
 
 from fusion_node.daemon.admission_core import MAX_QUEUED_ROWS, Admission, RefusalCode, Refused, Session
+from fusion_node.engine.device import prepare_thread
 from fusion_node.engine.kv_cache import SessionKV
 from fusion_node.engine.session_log_core import Duplicate, StepFault, StepRows
 from fusion_node.engine.stage import Stage, StepInput
@@ -103,7 +104,7 @@ class NodeServer:
         self._clock = clock
         self._unix_clock = unix_clock
         self._on_device: dict[bytes, _OnDevice] = {}
-        self._device = ThreadPoolExecutor(max_workers=1, thread_name_prefix="device")
+        self._device = ThreadPoolExecutor(1, thread_name_prefix="device", initializer=prepare_thread)
         self._tasks: set[asyncio.Task[None]] = set()
         self._running: set[asyncio.Future[_Outcome]] = set()
         self._started_at = clock()

@@ -45,6 +45,15 @@ def free_memory_bytes(device: torch.device) -> int:
     return int(psutil.virtual_memory().available)
 
 
+def prepare_thread() -> None:
+    """To be called first on a thread that computes.
+
+    torch hands its number of threads to a new thread only when that asks for it. Operators that ran before would use
+    another number, and so round differently from the same operators a moment later.
+    """
+    torch.set_num_threads(torch.get_num_threads())
+
+
 def set_threads(num_threads: int | None) -> int:
     """Sets how many threads torch computes with; None leaves its choice. Returns the number in force."""
     if num_threads is not None:

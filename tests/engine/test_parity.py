@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 from fusion_node.engine.boundary import Boundary
+from fusion_node.engine.device import prepare_thread
 from fusion_node.engine.kv_cache import SessionKV
 from fusion_node.engine.numerics import numerics_class
 from fusion_node.engine.session_log_core import SessionLog, StepRows
@@ -162,3 +164,21 @@ def test_a_checkpoint_without_a_tensor_is_refused_by_its_name() -> None:
     short = TinyModel(model.path, model.name, {**model.config, "num_hidden_layers": 8}, model.whole)
     with pytest.raises(StoreCorrupted, match=r"lacks model\.layers\.7\."):
         Stage.load(short, LayerRange(6, 8), numerics=FP32, device=CPU)
+
+
+def test_first_step_on_a_new_thread_has_the_bits_of_all_later_ones() -> None:
+    stage = Stage.load(tiny_model("llama"), LayerRange(0, 7), numerics=FP32, device=CPU)
+    rows = torch.randn((9, 48), generator=torch.Generator().manual_seed(1))
+
+    def bits() -> bytes:
+        step = SessionLog(16).apply(0, first_node=1, num_rows=9, parent=0)
+        assert isinstance(step, StepRows)
+        return stage.forward([StepInput(stage.new_kv(16), step, rows)])[0].numpy().tobytes()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        with ThreadPoolExecutor(1, initializer=prepare_thread) as device:
+            assert len({device.submit(bits).result() for _ in range(3)}) == 1
+    finally:
+        torch.set_num_threads(before)
