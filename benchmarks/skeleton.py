@@ -158,7 +158,7 @@ async def measure(quick: bool) -> tuple[list[Check], dict[str, Any]]:
     decode_ratios, first_ratios, raw = [], [], []
     async with AsyncExitStack() as stack:
         local, swarm, start = await measure_swarm(stack, model)
-        references = {n: Reference(model.path, n) for n in threads}
+        references = {n: await asyncio.to_thread(Reference, model.path, n) for n in threads}
         for reference in references.values():
             stack.callback(reference.close)
         text = await long_prompt(swarm)
@@ -168,10 +168,11 @@ async def measure(quick: bool) -> tuple[list[Check], dict[str, Any]]:
         for _ in range(rounds):
             best_rate, best_first, tokens = 0.0, float("inf"), list[int]()
             for reference in references.values():
-                first_s, _ = reference.measure(short_ids, 1)
-                whole_s, tokens = reference.measure(short_ids, DECODE_TOKENS + 1)
+                # In a thread: the links of this process have to be answered meanwhile, or the nodes take us for dead.
+                first_s, _ = await asyncio.to_thread(reference.measure, short_ids, 1)
+                whole_s, tokens = await asyncio.to_thread(reference.measure, short_ids, DECODE_TOKENS + 1)
                 best_rate = max(best_rate, DECODE_TOKENS / (whole_s - first_s))
-                best_first = min(best_first, reference.measure(long_ids, 1)[0])
+                best_first = min(best_first, (await asyncio.to_thread(reference.measure, long_ids, 1))[0])
             stats = await answer(swarm, PROMPT, DECODE_TOKENS + 1)
             equal = equal and stats.token_ids == tokens
             first = (await answer(swarm, text, 1)).time_to_first_token_s
@@ -201,7 +202,7 @@ async def measure(quick: bool) -> tuple[list[Check], dict[str, Any]]:
     if not quick:
         memory["larger"] = await measure_larger()
         ratio = max(memory["larger"]["nodes_bytes"]) / memory["larger"]["whole_bytes"]
-        checks.append(Check("memory-larger", "the same for a model of 1.4 GB", ratio, "x", 0.5, "<="))
+        checks.append(Check("memory-larger", "the same for a model of 1.3 GB", ratio, "x", 0.5, "<="))
     data = {
         "node_start_s": starts,
         "swarm_start": start,
@@ -213,22 +214,22 @@ async def measure(quick: bool) -> tuple[list[Check], dict[str, Any]]:
 
 
 async def measure_larger() -> dict[str, Any]:
-    """Peak memory for a model of 1.4 GB with seeded random weights."""
+    """Peak memory for a model of 1.3 GB with seeded random weights."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         store = ModelStore()
         builtin = store.find(MODEL)
-        make_larger(folder / "larger-llama", builtin)
-        model = store.pull(str(folder / "larger-llama"))
+        await asyncio.to_thread(make_larger, folder / "larger-llama", builtin)
+        model = await asyncio.to_thread(store.pull, str(folder / "larger-llama"))
         stack.callback(store.remove, model.name)
         local, swarm, _ = await measure_swarm(stack, model)
         text = await long_prompt(swarm)
         await answer(swarm, text, 16)
         nodes = [peak_bytes(node.process.pid) for node in local.nodes]
         ids = await swarm.encode(text)
-        reference = Reference(model.path, os.cpu_count() or 1)
+        reference = await asyncio.to_thread(Reference, model.path, os.cpu_count() or 1)
         stack.callback(reference.close)
-        reference.measure(ids, 16)
+        await asyncio.to_thread(reference.measure, ids, 16)
         return _memory(nodes, reference.peak_bytes)
 
 

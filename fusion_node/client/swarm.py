@@ -50,7 +50,7 @@ NODES_FRESH_S = 10.0
 """How long an answer may be planned with nodes that were found for an earlier one, while all their links hold: half of
 what a record is old on average. A node that is full by now refuses, and the next plan looks anew."""
 AVOID_S = 30.0
-"""How long a node that refused or could not be reached is left out of plans."""
+"""How long a node that refused or could not be reached is left out of plans that can do without it."""
 
 PLAN_TTL_S = 3600.0
 MIN_CHUNK_TOKENS = 32
@@ -366,9 +366,12 @@ class SwarmClient:
         deadline = time.monotonic() + ROUTE_PATIENCE_S
         while True:
             records = await self.connection.find(self.model.model_id)
+            nodes = await self.connection.measure(records)
             now = time.monotonic()
-            nodes = await self.connection.measure([r for r in records if self._avoid.get(PeerId(r.peer), 0.0) < now])
-            route = self._choose(nodes, num_positions)
+            route = self._choose([n for n in nodes if self._avoid.get(n.peer, 0.0) < now], num_positions)
+            if isinstance(route, Uncovered):
+                # Rather a node that failed a moment ago than none: it may have been our link that was at fault.
+                route = self._choose(nodes, num_positions)
             if isinstance(route, _Routed):
                 # Those that could not be reached are looked for anew next time: they are not part of what is known.
                 self._nodes = [node for node in nodes if node.round_trip_s is not None]

@@ -250,6 +250,20 @@ async def test_node_found_frozen_when_an_answer_begins_is_left_out_of_a_second_p
     assert victim.peer not in {stage.peer for stage in generation.stats.stages}
 
 
+async def test_only_node_of_its_layers_serves_again_as_soon_as_it_thaws(user: SwarmClient, three_nodes: Nodes) -> None:
+    short = SamplingParams(max_tokens=4, ignore_eos=True)
+    before = await tokens_of(user.generate(PROMPTS["english"], short, raw=True))
+    victim = three_nodes.current[1]
+    victim.signal(signal.SIGSTOP)
+    try:
+        # Known to be alive a moment ago, so the session is opened with it, and that fails.
+        asyncio.get_running_loop().call_later(FROZEN_S, victim.signal, signal.SIGCONT)
+        async with asyncio.timeout(40.0):
+            assert await tokens_of(user.generate(PROMPTS["english"], short, raw=True)) == before
+    finally:
+        victim.signal(signal.SIGCONT)
+
+
 async def until_found(client: SwarmClient, peer: str) -> None:
     async with asyncio.timeout(20.0):
         while peer not in {r.peer for r in await client.connection.find(client.model.model_id)}:  # noqa: ASYNC110
