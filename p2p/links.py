@@ -113,7 +113,7 @@ class LinkPool:
         self._max_queue_bytes = max_queue_bytes
         self._links: dict[PeerId, list[_PooledLink]] = {}
         self._num_links = 0
-        self._dials: dict[PeerId, asyncio.Task[None]] = {}
+        self._dials: dict[tuple[PeerId, tuple[str, ...]], asyncio.Task[None]] = {}
         self._listeners: list[Listener] = []
         self._past = LinkCounters()
         self._refused: Counter[str] = Counter()
@@ -135,7 +135,8 @@ class LinkPool:
     async def connect(self, peer: PeerId, addresses: Sequence[str], *, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
         """Makes sure that there is a link with ``peer``; tries every address, one after the other.
 
-        Calls for one peer at the same time share one dial, that of the first.
+        Calls for one peer with the same addresses share a dial. Those with other addresses do not: somebody's wrong
+        addresses must not be everybody's. The first that succeeds is the link of all.
 
         Raises:
             PeerUnreachable: nobody answers at any of the addresses.
@@ -146,16 +147,20 @@ class LinkPool:
         self._check_open()
         if self.is_connected(peer):
             return
-        dial = self._dials.get(peer)
+        key = (peer, tuple(addresses))
+        dial = self._dials.get(key)
         if dial is None:
-            dial = asyncio.get_running_loop().create_task(self._dial_each(peer, tuple(addresses), timeout_s))
-            self._dials[peer] = dial
-            dial.add_done_callback(lambda done: self._dial_done(peer, done))
-        try:
-            async with asyncio.timeout(timeout_s):
-                await asyncio.shield(dial)
-        except TimeoutError as error:
-            raise PeerUnreachable(peer, f"peer {short(peer)} did not answer within {timeout_s:g} s") from error
+            dial = asyncio.get_running_loop().create_task(self._dial_each(*key, timeout_s))
+            self._dials[key] = dial
+            dial.add_done_callback(lambda done: self._dial_done(key, done))
+        await asyncio.wait((dial,), timeout=timeout_s)  # which leaves the dial alone, whatever happens to this caller
+        if self.is_connected(peer):
+            return
+        if not dial.done():
+            raise PeerUnreachable(peer, f"peer {short(peer)} did not answer within {timeout_s:g} s")
+        if dial.cancelled():
+            raise PeerUnreachable(peer, f"the dial to peer {short(peer)} was given up: its link or this pool closed")
+        dial.result()
 
     async def identify(self, address: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> PeerId:
         """Connects to whoever listens on ``address``, keeps the link and returns the proven identity.
@@ -310,6 +315,10 @@ class LinkPool:
             await link.aclose()
             self._check_open()
         entry = self._add(link, address)
+        # In the same step, so that no two dials to one peer ever succeed.
+        for key in [key for key in self._dials if key[0] == link.peer]:
+            if self._dials[key] is not asyncio.current_task():
+                self._dials.pop(key).cancel()
         entry.reader = asyncio.get_running_loop().create_task(self._run(entry))
         return link
 
@@ -333,8 +342,9 @@ class LinkPool:
         why = "; ".join(str(failure) for failure in failures) or "no address of it is known"
         raise PeerUnreachable(peer, f"peer {short(peer)} cannot be reached: {why}")
 
-    def _dial_done(self, peer: PeerId, dial: asyncio.Task[None]) -> None:
-        self._dials.pop(peer, None)
+    def _dial_done(self, key: tuple[PeerId, tuple[str, ...]], dial: asyncio.Task[None]) -> None:
+        if self._dials.get(key) is dial:
+            del self._dials[key]
         if not dial.cancelled():
             dial.exception()  # whoever waited has it; nobody may have
 

@@ -195,6 +195,37 @@ async def test_cancelled_connect_does_not_cancel_the_dial_of_others(swarm: Swarm
     assert ours.pool.is_connected(theirs.peer)
 
 
+async def test_wrong_addresses_of_one_caller_do_not_delay_the_dial_of_another(swarm: Swarm) -> None:
+    ours, theirs = await swarm.node(), await swarm.node()
+    swarm.world.black_hole(ours.host, "nowhere")
+    misled = asyncio.create_task(ours.pool.connect(theirs.peer, ["nowhere:1"], timeout_s=PATIENCE_S))
+    await swarm.settle()
+    async with asyncio.timeout(PATIENCE_S / 2):
+        await ours.pool.connect(theirs.peer, [theirs.address])
+        await misled  # the link is his as well
+    await swarm.settle()
+    assert ours.pool.counters["links"] == theirs.pool.counters["links"] == 1
+
+
+async def test_dials_to_several_addresses_of_one_peer_leave_one_link(swarm: Swarm) -> None:
+    ours, theirs = await swarm.node(), await swarm.node()
+    other_address = await theirs.pool.listen(f"{theirs.host}:0")
+    await asyncio.gather(*(ours.pool.connect(theirs.peer, [a]) for a in (theirs.address, other_address)))
+    await swarm.settle()
+    assert ours.pool.counters["links"] == theirs.pool.counters["links"] == 1
+    assert ours.closed == theirs.closed == []
+
+
+async def test_closing_the_pool_ends_a_dial_under_way(swarm: Swarm) -> None:
+    ours, theirs = await swarm.node(), await swarm.node()
+    swarm.world.black_hole(ours.host, theirs.host)
+    dialling = asyncio.create_task(ours.pool.connect(theirs.peer, [theirs.address], timeout_s=PATIENCE_S))
+    await swarm.settle()
+    await ours.pool.aclose()
+    with pytest.raises(PeerUnreachable):
+        await dialling
+
+
 async def test_identify_proves_who_listens_and_keeps_the_link(swarm: Swarm) -> None:
     ours, theirs = await swarm.node(), await swarm.node()
     assert await ours.pool.identify(theirs.address) == theirs.peer
