@@ -175,7 +175,7 @@ class Discovery:
         self._config = config
         self._clock = clock
         self.table = RecordTable()
-        self._exchange = RecordExchange(self.table)
+        self._exchange = RecordExchange(self.table, secrets.SystemRandom())
         self._bridge: Bridge[ControlNode] = Bridge(self._make_runner, on_restart=self._resume)
         self._listen: tuple[tuple[str, int], ...] = ()
         self._bootstrap: dict[PeerId, list[PeerAddress]] = {}

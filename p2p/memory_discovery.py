@@ -7,6 +7,7 @@ at once, and that a test can cut one off (World.partition) or kill it without a 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -56,7 +57,7 @@ class MemoryDiscovery:
         self._world = world
         self._clock = clock
         self.table = RecordTable()
-        self._exchange = RecordExchange(self.table)
+        self._exchange = RecordExchange(self.table, random.Random(identity.seed))  # noqa: S311 - repeatable
         self._listen: list[tuple[str, int]] = []
 
     @property

@@ -1,24 +1,30 @@
 """Core of ``/fusion/records/1``: one request, one answer, both of signed records.
 
 A request pushes the records that the sender vouches for being new (usually its own), and asks for those of nodes that
-serve a model, or of all nodes. The answer holds the answerer's own record first, then the newest others, bounded in
-number and bytes. A record without shards is a *tombstone*: its node has left. Tombstones are part of every answer until
-they expire, because who still holds the record before must learn of them.
+serve a model, or of all nodes. The answer holds the answerer's own record first, then others, bounded in number and
+bytes: all of them if they fit, or else some of the newest and the rest by chance, because whoever signs many records
+also dates them, and could have the whole answer if dates decided. A record without shards is a *tombstone*: its node
+has left. Who still holds the record before must learn of it, so tombstones have a share of every answer; it is small
+and comes last, because they cost a liar as little as any other record.
 
 Guarantees: everything received passes RecordTable, so nothing unsigned, expired or outdated is kept or passed on.
-Assumes: what arrives was bounded by the transport to MAX_REQUEST_BYTES or MAX_ANSWER_BYTES. No I/O, no clock.
+Assumes: what arrives was bounded by the transport to MAX_REQUEST_BYTES or MAX_ANSWER_BYTES. No I/O, no clock; the
+source of chance is handed in, and one that strangers cannot foretell.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, TypeAlias
+from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 
 import msgspec
 
-from fusion_node.types import ModelId, PeerId, UnixS
+from fusion_node.types import ModelId, UnixS
 from fusion_node.wire import WireError, decode_bounded
 from p2p.records import MAX_RECORD_BYTES, ModelText, NodeRecord, RecordTable, Refusal
+
+if TYPE_CHECKING:
+    from random import Random
 
 PROTOCOL_ID = "/fusion/records/1"
 EXCHANGE_VERSION = 1
@@ -28,8 +34,16 @@ MAX_RECORDS = 256
 MAX_ANSWER_BYTES = 512 * 1024
 """A record of one shard is about 600 bytes: 256 of them take 150 KiB."""
 
+TOMBSTONE_SHARE = 1 / 8
+"""Of the records of an answer: 32 departures within the minute for which the record before is still believed."""
+
+NEWEST_SHARE = 1 / 4
+"""Of the places that are left: the nodes that have just come are found soon, and a flood leaves three quarters."""
+
 _OVERHEAD_BYTES = 64
 """Of the answer's own arrays, and 5 per record are counted with it."""
+
+T = TypeVar("T")
 
 Envelope: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=MAX_RECORD_BYTES)]
 
@@ -56,10 +70,11 @@ def serves(record: NodeRecord, model_id: ModelId | None) -> bool:
 
 
 class RecordExchange:
-    """One participant: its table, and its own record."""
+    """One participant: its table, its own record, and its source of chance."""
 
-    def __init__(self, table: RecordTable) -> None:
+    def __init__(self, table: RecordTable, chance: Random) -> None:
         self.table = table
+        self._chance = chance
         self.own_envelope: bytes | None = None
         self._own_peer: str | None = None
 
@@ -105,23 +120,45 @@ class RecordExchange:
         return [record for record in self.table.live(now=now) if serves(record, model_id)]
 
     def _wanted(self, model_id: ModelId | None, limit: int, now: UnixS) -> list[bytes]:
-        wanted = [
-            r for r in self.table.live(now=now) if not r.shards or serves(r, model_id) or r.peer == self._own_peer
-        ]
-        wanted.sort(key=lambda r: (r.peer != self._own_peer, -r.issued_at))
-        return _fit([self.table.envelope_of(PeerId(r.peer), now=now) for r in wanted[:limit]])
+        if limit == 0:
+            return []
+        own = None if self._own_peer is None else self.table.envelope_of(self._own_peer, now=now)
+        serving: list[tuple[float, bytes]] = []
+        tombstones: list[bytes] = []
+        for record, envelope in self.table.signed(now=now):
+            if record.peer == self._own_peer:
+                continue
+            if serves(record, model_id):
+                # A date that is still to come is no newer than now.
+                serving.append((min(record.issued_at, now), envelope))
+            elif not record.shards:
+                tombstones.append(envelope)
+        room = limit - (own is not None)
+        tombstones = self._some(tombstones, int(room * TOMBSTONE_SHARE))
+        chosen = self._choose(serving, room - len(tombstones))
+        return _fit([*(() if own is None else (own,)), *chosen, *tombstones])
+
+    def _choose(self, dated: list[tuple[float, bytes]], at_most: int) -> list[bytes]:
+        self._chance.shuffle(dated)  # among equal dates, too, chance decides
+        dated.sort(key=lambda item: -item[0])
+        num_newest = len(dated) if len(dated) <= at_most else int(at_most * NEWEST_SHARE)
+        newest, rest = dated[:num_newest], dated[num_newest:]
+        chosen = [envelope for _, envelope in newest + self._some(rest, at_most - num_newest)]
+        # What does not fit in is at the expense of those who take most room.
+        return sorted(chosen, key=len)
+
+    def _some(self, items: list[T], at_most: int) -> list[T]:
+        return self._chance.sample(items, min(at_most, len(items)))
 
 
-def _fit(envelopes: Sequence[bytes | None]) -> list[bytes]:
+def _fit(envelopes: Sequence[bytes]) -> list[bytes]:
     fitting: list[bytes] = []
     room_bytes = MAX_ANSWER_BYTES - _OVERHEAD_BYTES
     for envelope in envelopes:
-        if envelope is None:
-            continue
-        room_bytes -= len(envelope) + 5
-        if room_bytes < 0:
-            break
-        fitting.append(envelope)
+        size = len(envelope) + 5
+        if size <= room_bytes:
+            room_bytes -= size
+            fitting.append(envelope)
     return fitting
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, TypeAlias, TypeVar
 
@@ -194,6 +194,10 @@ class RecordTable:
     def live(self, *, now: UnixS) -> list[NodeRecord]:
         """Records that have not expired, by peer id."""
         return [r for _, (r, _) in sorted(self._records.items()) if r.expires_at > now]
+
+    def signed(self, *, now: UnixS) -> Iterator[tuple[NodeRecord, bytes]]:
+        """Live records with their signed forms, in no order."""
+        return ((record, envelope) for record, envelope in self._records.values() if record.expires_at > now)
 
     def envelope_of(self, peer: str, *, now: UnixS) -> bytes | None:
         """The signed form of a live record, for passing on."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from random import Random
+
 import msgspec
 import pytest
 
@@ -127,7 +130,7 @@ async def test_record_that_others_would_refuse_cannot_be_announced() -> None:
 
 
 def exchange_with(*envelopes: bytes, now: UnixS, own: bytes | None = None) -> RecordExchange:
-    exchange = RecordExchange(RecordTable())
+    exchange = RecordExchange(RecordTable(), Random(7))
     for envelope in envelopes:
         assert isinstance(exchange.table.receive(envelope, now=now), NodeRecord)
     if own is not None:
@@ -135,7 +138,7 @@ def exchange_with(*envelopes: bytes, now: UnixS, own: bytes | None = None) -> Re
     return exchange
 
 
-def test_answer_has_the_own_record_first_then_the_newest_and_tombstones() -> None:
+def test_answer_has_the_own_record_first_then_the_model_then_tombstones() -> None:
     now = Clock().now
     exchange = exchange_with(
         record(2, UnixS(now - 20)),
@@ -145,12 +148,66 @@ def test_answer_has_the_own_record_first_then_the_newest_and_tombstones() -> Non
         own=record(1, UnixS(now - 30), models=(OTHER_MODEL,)),
         now=now,
     )
-    asker = RecordExchange(RecordTable())
+    asker = RecordExchange(RecordTable(), Random(7))
     received = asker.receive(exchange.answer(asker.request(MODEL, limit=10, now=now), now=now), now=now)
-    assert [r.peer for r in received] == [identity(n).peer_id for n in (1, 4, 3, 2)]
+    assert [r.peer for r in received[:1] + received[3:]] == [identity(n).peer_id for n in (1, 4)]
+    assert peers(received[1:3]) == {identity(2).peer_id, identity(3).peer_id}
     assert peers(asker.serving(MODEL, now=now)) == {identity(2).peer_id, identity(3).peer_id}
     limited = exchange.answer(asker.request(MODEL, limit=2, now=now), now=now)
     assert len(asker.receive(limited, now=now)) == 2
+
+
+def dated(number: int, issued_at: float, models: tuple[ModelId, ...], shards_each: int = 1) -> bytes:
+    """A record of a flood: dated as far ahead as is allowed, and as long-lived."""
+    shard = [ShardRecord(model, "tiny" * 24, 0, 10, 30, "f16r32" * 16, 0.001, 4096) for model in models]
+    shards = tuple(shard * shards_each)
+    peer = identity(number)
+    return sign_record(
+        NodeRecord(1, peer.peer_id, 1, issued_at, issued_at + 120, (), (), "cpu", 0, shards, 0, "flood"), peer
+    )
+
+
+def seen_through_a_flood(flood: Sequence[bytes]) -> int:
+    """How many of 40 honest nodes a newcomer learns from one answer of a peer that knows the flood, too."""
+    now = Clock().now
+    honest = range(1, 41)
+    exchange = exchange_with(*(record(n, UnixS(now - 20)) for n in honest), *flood, now=now)
+    asker = RecordExchange(RecordTable(), Random(7))
+    answer = exchange.answer(asker.request(MODEL, limit=MAX_RECORDS, now=now), now=now)
+    asker.receive(answer, now=now)
+    return len(peers(asker.serving(MODEL, now=now)) & {identity(n).peer_id for n in honest})
+
+
+def test_flood_of_tombstones_hides_nobody() -> None:
+    assert seen_through_a_flood([dated(n, Clock().now + 29, ()) for n in range(1000, 1400)]) == 40
+
+
+def test_flood_of_records_dated_ahead_leaves_the_honest_their_chance() -> None:
+    assert seen_through_a_flood([dated(n, Clock().now + 29, (MODEL,)) for n in range(1000, 1400)]) > 10
+
+
+def test_flood_of_large_records_takes_no_room_from_small_ones() -> None:
+    flood = [dated(n, Clock().now + 29, (MODEL,), shards_each=32) for n in range(1000, 1400)]
+    assert len(flood[0]) > 8000
+    assert seen_through_a_flood(flood) > 10
+
+
+def test_newest_node_is_in_the_answer_of_who_knows_many() -> None:
+    now = Clock().now
+    exchange = exchange_with(*(record(n, UnixS(now - 20)) for n in range(1, 500)), record(500, now), now=now)
+    asker = RecordExchange(RecordTable(), Random(7))
+    received = asker.receive(exchange.answer(asker.request(MODEL, limit=MAX_RECORDS, now=now), now=now), now=now)
+    assert len(received) == MAX_RECORDS
+    assert identity(500).peer_id in peers(received)
+
+
+def test_share_of_tombstones_is_in_the_answer_of_who_knows_many() -> None:
+    now = Clock().now
+    left = [record(n, now, models=()) for n in range(1000, 1010)]
+    exchange = exchange_with(*(record(n, now) for n in range(1, 500)), *left, now=now)
+    asker = RecordExchange(RecordTable(), Random(7))
+    received = asker.receive(exchange.answer(asker.request(MODEL, limit=MAX_RECORDS, now=now), now=now), now=now)
+    assert sum(not r.shards for r in received) == 10
 
 
 def test_own_record_that_has_expired_is_not_pushed() -> None:
@@ -167,7 +224,9 @@ def test_answer_is_bounded_in_bytes() -> None:
     now = Clock().now
     models = tuple(ModelId(f"{n:064x}") for n in range(32))
     exchange = exchange_with(*(record(n, now, models=models) for n in range(1, MAX_RECORDS + 10)), now=now)
-    answer = exchange.answer(RecordExchange(RecordTable()).request(None, limit=MAX_RECORDS, now=now), now=now)
+    answer = exchange.answer(
+        RecordExchange(RecordTable(), Random(7)).request(None, limit=MAX_RECORDS, now=now), now=now
+    )
     assert MAX_ANSWER_BYTES - 8192 < len(answer) <= MAX_ANSWER_BYTES
 
 
