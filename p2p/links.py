@@ -5,6 +5,9 @@ and each side then sends on one of them and keeps to it, so that what it sends s
 may have carried frames, the peer's other links go with it: frames may be missing, and whoever depends on them must
 hear of it. ``on_closed`` says so, exactly once per connection with a peer.
 
+Nobody dials a peer with which it has a link. So whoever dials again has lost what was before, and the old links end at
+once: what is sent to it would otherwise go into a dead link until the heartbeat notices.
+
 Sending never waits. Each link has a bounded queue, and a peer that lets it overflow does not read and is dropped: a
 relay that waited for its slowest neighbour would stall everybody else.
 """
@@ -44,9 +47,6 @@ MAX_QUEUE_BYTES = 2 * MAX_FRAME_BYTES
 
 MAX_LINKS = 512
 """Per pool. A node of a large swarm talks to tens of peers at a time; 512 idle links are 30 MB."""
-
-MAX_LINKS_PER_PEER = 4
-"""Two when both dial at once; the rest is for a peer that reconnects before its old link is known to be dead."""
 
 TICK_S = 0.5
 """How often timers are looked at: an eighth of what separates suspicion from death, and no measurable load."""
@@ -301,11 +301,13 @@ class LinkPool:
     # Links come and go.
 
     async def _accept(self, link: Link) -> None:
-        if self._num_links >= self._max_links or len(self._links.get(link.peer, ())) >= MAX_LINKS_PER_PEER:
+        if self._closed:
+            return
+        self._replace(link.peer, accepted=True)
+        if self._num_links >= self._max_links:
             self._refused["too-many-links"] += 1
             return
-        if not self._closed:
-            await self._run(self._add(link, None))
+        await self._run(self._add(link, None))
 
     async def _dial(self, address: str, expect: PeerId | None, timeout_s: float) -> Link:
         if self._num_links >= self._max_links:
@@ -314,6 +316,7 @@ class LinkPool:
         if self._closed:
             await link.aclose()
             self._check_open()
+        self._replace(link.peer, accepted=False)
         entry = self._add(link, address)
         # In the same step, so that no two dials to one peer ever succeed.
         for key in [key for key in self._dials if key[0] == link.peer]:
@@ -347,6 +350,21 @@ class LinkPool:
             del self._dials[key]
         if not dial.cancelled():
             dial.exception()  # whoever waited has it; nobody may have
+
+    def _replace(self, peer: PeerId, *, accepted: bool) -> None:
+        """Makes way for a new link with ``peer``, of which we may have one that it dialled and one that we did."""
+        if any((entry.address is None) == accepted for entry in self._links.get(peer, ())):
+            self._drop(peer, PeerClosed(peer, f"peer {short(peer)} connected again: its link before was lost"))
+
+    def _drop(self, peer: PeerId, reason: FusionError) -> None:
+        """Ends all links with ``peer`` and reports it now, not when their readers notice."""
+        entries = list(self._links[peer])
+        reason = next((entry.reason for entry in entries if entry.reason is not None), reason)
+        for entry in entries:
+            self._fail(entry, reason)
+            self._remove(entry)
+            _end_pings(entry, reason)
+        self._on_closed(peer, reason)
 
     def _add(self, link: Link, address: str | None) -> _PooledLink:
         now = self._clock()
@@ -384,9 +402,10 @@ class LinkPool:
         except FusionError as error:
             reason = entry.reason or error
         finally:
-            self._remove(entry)
+            had_link = self._remove(entry)
         try:
-            self._lost(entry, reason)
+            if had_link:
+                self._lost(entry, reason)
         finally:
             await link.aclose()
 
@@ -404,21 +423,22 @@ class LinkPool:
                 peer = entry.link.peer
                 raise PeerClosed(peer, f"peer {short(peer)} left: {printable(message.reason) or 'no reason given'}")
 
-    def _remove(self, entry: _PooledLink) -> None:
+    def _remove(self, entry: _PooledLink) -> bool:
+        """Forgets a link; False when that was done before."""
         peer = entry.link.peer
         entries = self._links.get(peer, [])
-        if entry in entries:
-            entries.remove(entry)
-            self._num_links -= 1
-            _add(self._past, entry.link.counters)
+        if entry not in entries:
+            return False
+        entries.remove(entry)
+        self._num_links -= 1
+        _add(self._past, entry.link.counters)
         if not entries:
-            self._links.pop(peer, None)
+            del self._links[peer]
+        return True
 
     def _lost(self, entry: _PooledLink, reason: FusionError) -> None:
         peer = entry.link.peer
-        for answer in entry.pings.values():
-            if not answer.done():
-                answer.set_exception(PeerClosed(peer, str(reason)))
+        _end_pings(entry, reason)
         others = self._links.get(peer)
         if others:
             # Frames may have been lost with this link: the peer is gone as far as its sessions are concerned.
@@ -481,3 +501,9 @@ def _add(total: LinkCounters, counters: LinkCounters) -> None:
     total.frames_out += counters.frames_out
     total.bytes_in += counters.bytes_in
     total.bytes_out += counters.bytes_out
+
+
+def _end_pings(entry: _PooledLink, reason: FusionError) -> None:
+    for answer in entry.pings.values():
+        if not answer.done():
+            answer.set_exception(PeerClosed(entry.link.peer, str(reason)))

@@ -381,6 +381,38 @@ async def test_cut_link_is_reported_once_and_can_be_made_again(swarm: Swarm) -> 
     assert len(ours.closed) == len(theirs.closed) == 1
 
 
+async def test_peer_that_dials_again_has_lost_its_link_and_is_answered_on_the_new_one(swarm: Swarm) -> None:
+    num_closed_before: list[int] = []
+
+    def answer(peer: PeerId, message: AnyMessage, payload: memoryview) -> None:
+        num_closed_before.append(len(theirs.closed))
+        theirs.pool.send(peer, StatusRequest(2))
+
+    ours, theirs = await swarm.node(), await swarm.node(on_frame=answer)
+    await ours.pool.connect(theirs.peer, [theirs.address])
+    await until(lambda: theirs.pool.is_connected(ours.peer))
+    measuring = asyncio.create_task(theirs.pool.round_trip(ours.peer))
+    swarm.world.black_hole(ours.host, theirs.host)
+    for channel in list(swarm.world.channels):
+        if channel.host == ours.host:
+            channel.abort()
+    await until(lambda: bool(ours.closed))
+    swarm.world.heal(ours.host, theirs.host)
+    assert theirs.closed == []
+    await ours.pool.connect(theirs.peer, [theirs.address])
+    ours.pool.send(theirs.peer, StatusRequest(1))
+    await until(lambda: ours.frames == [(theirs.peer, StatusRequest(2), b"")])
+    assert num_closed_before == [1]
+    ((peer, error),) = theirs.closed
+    assert peer == ours.peer
+    assert isinstance(error, PeerClosed)
+    with pytest.raises(PeerClosed):
+        await measuring
+    await swarm.advance(DEAD_AFTER_S * 2)
+    assert len(ours.closed) == len(theirs.closed) == 1
+    assert ours.pool.counters["links"] == theirs.pool.counters["links"] == 1
+
+
 @pytest.mark.parametrize(
     "change",
     [
