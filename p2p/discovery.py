@@ -307,7 +307,7 @@ class Discovery:
 
     def _answer(self, peer: PeerId, request: bytes, answer: Answer) -> None:
         try:
-            reply = self._exchange.answer(request, now=self._now())
+            reply = self._exchange.answer(request, source=peer, now=self._now())
         except WireError as error:
             log.info("peer %s sent a malformed request: %s", short(peer), error)
             answer(None)
@@ -483,7 +483,7 @@ class Discovery:
         try:
             async with asyncio.timeout(EXCHANGE_TIMEOUT_S):
                 answer = await self._bridge.call(lambda node: node.request(peer, request, limit_bytes=MAX_ANSWER_BYTES))
-            self._exchange.receive(answer, now=self._now())
+            self._exchange.receive(answer, source=peer, now=self._now())
         except TimeoutError as error:
             raise PeerTimeout(peer, f"peer {short(peer)} did not answer within {EXCHANGE_TIMEOUT_S:.0f} s") from error
         except WireError as error:

@@ -130,7 +130,9 @@ class MemoryDiscovery:
 
     def _exchange_with(self, other: MemoryDiscovery, model_id: ModelId | None, *, limit: int) -> None:
         request = self._exchange.request(model_id, limit=limit, now=self._now())
-        self._exchange.receive(other._exchange.answer(request, now=other._now()), now=self._now())
+        our_id, their_id = self._identity.peer_id, other._identity.peer_id
+        answer = other._exchange.answer(request, source=our_id, now=other._now())
+        self._exchange.receive(answer, source=their_id, now=self._now())
 
     def _now(self) -> UnixS:
         return UnixS(self._clock())

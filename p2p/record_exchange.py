@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 
 import msgspec
 
-from fusion_node.types import ModelId, UnixS
+from fusion_node.types import ModelId, PeerId, UnixS
 from fusion_node.wire import WireError, decode_bounded
-from p2p.records import MAX_RECORD_BYTES, ModelText, NodeRecord, RecordTable, Refusal
+from p2p.records import MAX_RECORD_BYTES, ModelText, NodeRecord, RecordTable, Refusal, open_record
 
 if TYPE_CHECKING:
     from random import Random
@@ -80,7 +80,9 @@ class RecordExchange:
 
     def set_own(self, envelope: bytes, *, now: UnixS) -> NodeRecord | Refusal:
         """Takes a new record of one's own; one that others would refuse is refused here too."""
-        record = self.table.receive(envelope, now=now)
+        record = open_record(envelope, now=now)
+        if isinstance(record, NodeRecord):
+            record = self.table.receive(envelope, now=now, introducer=PeerId(record.peer))
         if isinstance(record, NodeRecord):
             self.own_envelope, self._own_peer = envelope, record.peer
         return record
@@ -91,8 +93,8 @@ class RecordExchange:
         pushed = () if own is None else (own,)
         return msgspec.msgpack.encode(ExchangeRequest(EXCHANGE_VERSION, pushed, model_id, limit))
 
-    def answer(self, request: bytes, *, now: UnixS) -> bytes:
-        """Takes what was pushed and encodes the answer.
+    def answer(self, request: bytes, *, source: PeerId, now: UnixS) -> bytes:
+        """Takes what ``source`` pushed and encodes the answer.
 
         Raises:
             WireError: the request is malformed, oversized or of another version.
@@ -100,19 +102,19 @@ class RecordExchange:
         asked = decode_bounded(request, ExchangeRequest, limit_bytes=MAX_REQUEST_BYTES)
         _check_version(asked.version)
         for envelope in asked.pushed:
-            self.table.receive(envelope, now=now)
+            self.table.receive(envelope, now=now, introducer=source)
         wanted = self._wanted(None if asked.model_id is None else ModelId(asked.model_id), asked.limit, now)
         return msgspec.msgpack.encode(ExchangeAnswer(EXCHANGE_VERSION, tuple(wanted)))
 
-    def receive(self, answer: bytes, *, now: UnixS) -> list[NodeRecord]:
-        """Takes the records of an answer, and returns those that were accepted.
+    def receive(self, answer: bytes, *, source: PeerId, now: UnixS) -> list[NodeRecord]:
+        """Takes the records of an answer by ``source``, and returns those that were accepted.
 
         Raises:
             WireError: the answer is malformed, oversized or of another version.
         """
         given = decode_bounded(answer, ExchangeAnswer, limit_bytes=MAX_ANSWER_BYTES)
         _check_version(given.version)
-        received = [self.table.receive(envelope, now=now) for envelope in given.records]
+        received = [self.table.receive(envelope, now=now, introducer=source) for envelope in given.records]
         return [record for record in received if isinstance(record, NodeRecord)]
 
     def serving(self, model_id: ModelId | None, *, now: UnixS) -> list[NodeRecord]:

@@ -13,9 +13,10 @@ never looks newer. Hence an expiry of at most MAX_RECORD_TTL_S and no dates in t
 from __future__ import annotations
 
 import enum
+import heapq
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
@@ -59,6 +60,8 @@ class Refusal(enum.StrEnum):
     FUTURE_DATED = "future-dated"
     LIFETIME_TOO_LONG = "lifetime-too-long"
     REPLAYED = "replayed"
+    CROWDED = "crowded"
+    """The table is full, or the one who brought it has brought too many."""
 
 
 class ShardRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -153,56 +156,197 @@ def open_plan(envelope: bytes, *, now: UnixS) -> Plan | Refusal:
     return _check_dates(plan.issued_at, plan.expires_at, now, MAX_PLAN_TTL_S) or plan
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class _Held:
+    record: NodeRecord
+    envelope: bytes
+    introducer: PeerId | None
+    """Who brought the first record of this peer."""
+    is_own_word: bool
+    """Whether the peer itself has brought one."""
+
+
+class _Introduced:
+    """Who introduced whom, and who introduced most. Every operation is O(1)."""
+
+    def __init__(self) -> None:
+        self._peers_of: dict[PeerId | None, dict[str, None]] = {}
+        self._of_size: dict[int, dict[PeerId | None, None]] = {}
+        self.largest = 0
+
+    def num_of(self, introducer: PeerId | None) -> int:
+        return len(self._peers_of.get(introducer, ()))
+
+    def add(self, introducer: PeerId | None, peer: str) -> None:
+        peers = self._peers_of.setdefault(introducer, {})
+        peers[peer] = None
+        self._resize(introducer, len(peers) - 1, len(peers))
+
+    def remove(self, introducer: PeerId | None, peer: str) -> None:
+        peers = self._peers_of[introducer]
+        del peers[peer]
+        self._resize(introducer, len(peers) + 1, len(peers))
+
+    def last_of_the_largest(self) -> str:
+        """The peer that was introduced last by whoever introduced most."""
+        introducer = next(iter(self._of_size[self.largest]))
+        return next(reversed(self._peers_of[introducer]))
+
+    def _resize(self, introducer: PeerId | None, before: int, after: int) -> None:
+        if before:
+            del self._of_size[before][introducer]
+            if not self._of_size[before]:
+                del self._of_size[before]
+        if after:
+            self._of_size.setdefault(after, {})[introducer] = None
+        else:
+            del self._peers_of[introducer]
+        # Sizes change by one, so that nothing but the neighbour can have become the largest.
+        if after > self.largest or self.largest not in self._of_size:
+            self.largest = after
+
+
 class RecordTable:
     """The newest valid record of every peer, and how many were refused and why.
 
-    States: a peer is present from its first valid record until that record expires or is withdrawn.
+    States: a peer is present from its first valid record until that record expires or is displaced. Those that have
+    brought a record themselves, over a connection that proves their key, stand on their *own word*; the others were
+    introduced, and count against the quota of whoever introduced them first.
+
+    In a full table the word of a newcomer itself displaces one who was introduced, or if there is none the one that has
+    been silent longest. One who is introduced displaces only the last of whoever introduced most, and only if its own
+    introducer has brought fewer. A flood thus displaces itself, and the dates in it count for nothing.
+
+    Everything but ``live`` and ``signed`` takes O(log n) per record.
+
+    Args:
+        max_records: about 1 KiB each.
+        max_introduced: by one peer. One answer brings at most 256; several bring the nodes of a large swarm.
     """
 
-    max_records: int = 20_000
-    refused: dict[Refusal, int] = field(default_factory=dict)
-    _records: dict[str, tuple[NodeRecord, bytes]] = field(default_factory=dict)
+    def __init__(self, *, max_records: int = 20_000, max_introduced: int = 1024) -> None:
+        self._max_records = max_records
+        self._max_introduced = max_introduced
+        self.refused: dict[Refusal, int] = {}
+        self._held: dict[str, _Held] = {}
+        self._peer_of: dict[bytes, str] = {}
+        """By envelope, so that a copy is known before its signature is looked at."""
+        self._own_words: dict[str, None] = {}
+        """The one that has been silent longest comes first."""
+        self._introduced = _Introduced()
+        self._deadlines: list[tuple[float, str]] = []
+        """A heap of expiries, those of records that are gone among them."""
 
-    def receive(self, envelope: bytes, *, now: UnixS) -> NodeRecord | Refusal:
-        """Takes a record from anywhere. An identical copy of the record held is accepted without effect."""
+    def receive(self, envelope: bytes, *, now: UnixS, introducer: PeerId | None = None) -> NodeRecord | Refusal:
+        """Takes a record. An identical copy of the record held is accepted without effect.
+
+        Args:
+            envelope: as it came.
+            now: Unix time.
+            introducer: the authenticated peer that brought it, which may be the one it speaks of; None when nobody in
+                particular did, as for a value in the DHT.
+        """
+        copied = self._peer_of.get(envelope)
+        if copied is not None and self._held[copied].record.expires_at > now:
+            if introducer == copied:
+                self._note_own_word(copied)
+            return self._held[copied].record
         record = open_record(envelope, now=now)
         if isinstance(record, NodeRecord):
-            held = self._records.get(record.peer)
-            if held is not None and held[1] == envelope:
-                return record
-            if held is not None and record.sequence <= held[0].sequence:
-                record = Refusal.REPLAYED
+            record = self._take(record, envelope, introducer, now)
         if isinstance(record, Refusal):
             self.refused[record] = self.refused.get(record, 0) + 1
-            return record
-        if record.peer not in self._records and len(self._records) >= self.max_records:
-            self.expire(now=now)
-            if len(self._records) >= self.max_records:
-                # The one that expires first is worth least; a flood thus displaces itself.
-                del self._records[min(self._records, key=lambda p: self._records[p][0].expires_at)]
-        self._records[record.peer] = (record, envelope)
         return record
 
     def expire(self, *, now: UnixS) -> list[PeerId]:
         """Drops what has expired and returns whose it was."""
-        gone = [PeerId(peer) for peer, (record, _) in self._records.items() if record.expires_at <= now]
-        for peer in gone:
-            del self._records[peer]
+        gone = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, peer = heapq.heappop(self._deadlines)
+            held = self._held.get(peer)
+            if held is not None and held.record.expires_at <= now:
+                self._drop(peer)
+                gone.append(PeerId(peer))
         return gone
 
     def live(self, *, now: UnixS) -> list[NodeRecord]:
         """Records that have not expired, by peer id."""
-        return [r for _, (r, _) in sorted(self._records.items()) if r.expires_at > now]
+        return [held.record for _, held in sorted(self._held.items()) if held.record.expires_at > now]
 
     def signed(self, *, now: UnixS) -> Iterator[tuple[NodeRecord, bytes]]:
         """Live records with their signed forms, in no order."""
-        return ((record, envelope) for record, envelope in self._records.values() if record.expires_at > now)
+        return ((held.record, held.envelope) for held in self._held.values() if held.record.expires_at > now)
 
     def envelope_of(self, peer: str, *, now: UnixS) -> bytes | None:
         """The signed form of a live record, for passing on."""
-        held = self._records.get(peer)
-        return held[1] if held is not None and held[0].expires_at > now else None
+        held = self._held.get(peer)
+        return held.envelope if held is not None and held.record.expires_at > now else None
+
+    def _take(self, record: NodeRecord, envelope: bytes, introducer: PeerId | None, now: UnixS) -> NodeRecord | Refusal:
+        held = self._held.get(record.peer)
+        is_own_word = introducer == record.peer
+        if held is None:
+            if not self._has_room(introducer, is_own_word=is_own_word):
+                self.expire(now=now)
+            if not self._has_room(introducer, is_own_word=is_own_word):
+                displaced = self._to_displace(introducer, is_own_word=is_own_word)
+                if displaced is None:
+                    return Refusal.CROWDED
+                self._drop(displaced)
+            self._hold(_Held(record, envelope, introducer, is_own_word))
+            return record
+        if record.sequence <= held.record.sequence:
+            return Refusal.REPLAYED
+        # In the place of the older one: who brings the news first must not be able to make it their own.
+        del self._peer_of[held.envelope]
+        self._held[record.peer] = _Held(record, envelope, held.introducer, held.is_own_word)
+        self._index(record, envelope)
+        if is_own_word:
+            self._note_own_word(record.peer)
+        return record
+
+    def _has_room(self, introducer: PeerId | None, *, is_own_word: bool) -> bool:
+        is_within_quota = is_own_word or self._introduced.num_of(introducer) < self._max_introduced
+        return is_within_quota and len(self._held) < self._max_records
+
+    def _to_displace(self, introducer: PeerId | None, *, is_own_word: bool) -> str | None:
+        if is_own_word:
+            return self._introduced.last_of_the_largest() if self._introduced.largest else next(iter(self._own_words))
+        is_behind = self._introduced.num_of(introducer) + 1 < self._introduced.largest
+        return self._introduced.last_of_the_largest() if is_behind else None
+
+    def _note_own_word(self, peer: str) -> None:
+        held = self._held[peer]
+        if not held.is_own_word:
+            self._introduced.remove(held.introducer, peer)
+            self._held[peer] = _Held(held.record, held.envelope, held.introducer, True)
+        self._own_words.pop(peer, None)
+        self._own_words[peer] = None
+
+    def _hold(self, held: _Held) -> None:
+        peer = held.record.peer
+        self._held[peer] = held
+        self._index(held.record, held.envelope)
+        if held.is_own_word:
+            self._own_words[peer] = None
+        else:
+            self._introduced.add(held.introducer, peer)
+
+    def _index(self, record: NodeRecord, envelope: bytes) -> None:
+        self._peer_of[envelope] = record.peer
+        if len(self._deadlines) > 2 * len(self._held) + 64:
+            self._deadlines = [(held.record.expires_at, peer) for peer, held in self._held.items()]
+            heapq.heapify(self._deadlines)
+        else:
+            heapq.heappush(self._deadlines, (record.expires_at, record.peer))
+
+    def _drop(self, peer: str) -> None:
+        held = self._held.pop(peer)
+        del self._peer_of[held.envelope]
+        if held.is_own_word:
+            del self._own_words[peer]
+        else:
+            self._introduced.remove(held.introducer, peer)
 
 
 def _sign(body: NodeRecord | Plan, domain: bytes, identity: Identity) -> bytes:

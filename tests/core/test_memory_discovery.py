@@ -24,6 +24,7 @@ from p2p.record_exchange import (
 from p2p.records import NodeRecord, RecordTable, Refusal, ShardRecord, sign_record
 
 MODEL, OTHER_MODEL = ModelId("ab" * 32), ModelId("cd" * 32)
+SOURCE = Identity.from_seed(b"s" * 32).peer_id
 BOOTSTRAP = f"/ip4/127.0.0.1/tcp/4600/p2p/{Identity.from_seed(b'z' * 32).peer_id}"
 
 
@@ -149,12 +150,14 @@ def test_answer_has_the_own_record_first_then_the_model_then_tombstones() -> Non
         now=now,
     )
     asker = RecordExchange(RecordTable(), Random(7))
-    received = asker.receive(exchange.answer(asker.request(MODEL, limit=10, now=now), now=now), now=now)
+    received = asker.receive(
+        exchange.answer(asker.request(MODEL, limit=10, now=now), source=SOURCE, now=now), source=SOURCE, now=now
+    )
     assert [r.peer for r in received[:1] + received[3:]] == [identity(n).peer_id for n in (1, 4)]
     assert peers(received[1:3]) == {identity(2).peer_id, identity(3).peer_id}
     assert peers(asker.serving(MODEL, now=now)) == {identity(2).peer_id, identity(3).peer_id}
-    limited = exchange.answer(asker.request(MODEL, limit=2, now=now), now=now)
-    assert len(asker.receive(limited, now=now)) == 2
+    limited = exchange.answer(asker.request(MODEL, limit=2, now=now), source=SOURCE, now=now)
+    assert len(asker.receive(limited, source=SOURCE, now=now)) == 2
 
 
 def dated(number: int, issued_at: float, models: tuple[ModelId, ...], shards_each: int = 1) -> bytes:
@@ -173,8 +176,8 @@ def seen_through_a_flood(flood: Sequence[bytes]) -> int:
     honest = range(1, 41)
     exchange = exchange_with(*(record(n, UnixS(now - 20)) for n in honest), *flood, now=now)
     asker = RecordExchange(RecordTable(), Random(7))
-    answer = exchange.answer(asker.request(MODEL, limit=MAX_RECORDS, now=now), now=now)
-    asker.receive(answer, now=now)
+    answer = exchange.answer(asker.request(MODEL, limit=MAX_RECORDS, now=now), source=SOURCE, now=now)
+    asker.receive(answer, source=SOURCE, now=now)
     return len(peers(asker.serving(MODEL, now=now)) & {identity(n).peer_id for n in honest})
 
 
@@ -196,7 +199,11 @@ def test_newest_node_is_in_the_answer_of_who_knows_many() -> None:
     now = Clock().now
     exchange = exchange_with(*(record(n, UnixS(now - 20)) for n in range(1, 500)), record(500, now), now=now)
     asker = RecordExchange(RecordTable(), Random(7))
-    received = asker.receive(exchange.answer(asker.request(MODEL, limit=MAX_RECORDS, now=now), now=now), now=now)
+    received = asker.receive(
+        exchange.answer(asker.request(MODEL, limit=MAX_RECORDS, now=now), source=SOURCE, now=now),
+        source=SOURCE,
+        now=now,
+    )
     assert len(received) == MAX_RECORDS
     assert identity(500).peer_id in peers(received)
 
@@ -206,7 +213,11 @@ def test_share_of_tombstones_is_in_the_answer_of_who_knows_many() -> None:
     left = [record(n, now, models=()) for n in range(1000, 1010)]
     exchange = exchange_with(*(record(n, now) for n in range(1, 500)), *left, now=now)
     asker = RecordExchange(RecordTable(), Random(7))
-    received = asker.receive(exchange.answer(asker.request(MODEL, limit=MAX_RECORDS, now=now), now=now), now=now)
+    received = asker.receive(
+        exchange.answer(asker.request(MODEL, limit=MAX_RECORDS, now=now), source=SOURCE, now=now),
+        source=SOURCE,
+        now=now,
+    )
     assert sum(not r.shards for r in received) == 10
 
 
@@ -225,7 +236,7 @@ def test_answer_is_bounded_in_bytes() -> None:
     models = tuple(ModelId(f"{n:064x}") for n in range(32))
     exchange = exchange_with(*(record(n, now, models=models) for n in range(1, MAX_RECORDS + 10)), now=now)
     answer = exchange.answer(
-        RecordExchange(RecordTable(), Random(7)).request(None, limit=MAX_RECORDS, now=now), now=now
+        RecordExchange(RecordTable(), Random(7)).request(None, limit=MAX_RECORDS, now=now), source=SOURCE, now=now
     )
     assert MAX_ANSWER_BYTES - 8192 < len(answer) <= MAX_ANSWER_BYTES
 
@@ -236,7 +247,7 @@ def test_pushed_records_are_taken_and_forged_ones_are_counted() -> None:
     forged = bytearray(record(2, now))
     forged[-1] ^= 1
     request = msgspec.msgpack.encode(ExchangeRequest(1, (record(1, now), bytes(forged)), None, 0))
-    answer = msgspec.msgpack.decode(exchange.answer(request, now=now), type=ExchangeAnswer)
+    answer = msgspec.msgpack.decode(exchange.answer(request, source=SOURCE, now=now), type=ExchangeAnswer)
     assert answer.records == ()
     assert peers(exchange.serving(None, now=now)) == {identity(1).peer_id}
     assert exchange.table.refused == {Refusal.WRONG_KEY: 1}
@@ -257,13 +268,13 @@ def test_pushed_records_are_taken_and_forged_ones_are_counted() -> None:
 )
 def test_malformed_request_is_refused(request_: object) -> None:
     with pytest.raises(WireError):
-        exchange_with(now=Clock().now).answer(msgspec.msgpack.encode(request_), now=Clock().now)
+        exchange_with(now=Clock().now).answer(msgspec.msgpack.encode(request_), source=SOURCE, now=Clock().now)
 
 
 def test_malformed_answer_is_refused() -> None:
     exchange = exchange_with(now=Clock().now)
     for answer in ([2, []], [1, [b"x"] * (MAX_RECORDS + 1)], [1, [b"x" * 20_000]], 7):
         with pytest.raises(WireError):
-            exchange.receive(msgspec.msgpack.encode(answer), now=Clock().now)
+            exchange.receive(msgspec.msgpack.encode(answer), source=SOURCE, now=Clock().now)
     with pytest.raises(WireError):
-        exchange.receive(b"\x00" * (MAX_ANSWER_BYTES + 1), now=Clock().now)
+        exchange.receive(b"\x00" * (MAX_ANSWER_BYTES + 1), source=SOURCE, now=Clock().now)

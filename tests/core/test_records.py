@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import msgspec
@@ -145,15 +147,122 @@ def test_expired_record_is_neither_live_nor_passed_on() -> None:
     assert table.expire(now=later(91)) == []
 
 
-def test_full_table_drops_what_expires_first() -> None:
+def peer(number: int) -> Identity:
+    return Identity.from_seed(number.to_bytes(32, "big"))
+
+
+def of(number: int, *, sequence: int = 1, issued_s: float = 0.0, ttl_s: float = 60.0) -> bytes:
+    """The record of one of many peers."""
+    body = msgspec.structs.replace(
+        RECORD,
+        peer=peer(number).peer_id,
+        sequence=sequence,
+        issued_at=NOW + issued_s,
+        expires_at=NOW + issued_s + ttl_s,
+    )
+    return sign_record(body, peer(number))
+
+
+def give(table: RecordTable, numbers: Iterable[int], introducer: int | None, **changes: Any) -> list[Refusal]:
+    """Brings records of these peers, and returns why some were refused."""
+    by = None if introducer is None else peer(introducer).peer_id
+    answers = [table.receive(of(n, **changes), now=later(1), introducer=by) for n in numbers]
+    return [answer for answer in answers if isinstance(answer, Refusal)]
+
+
+def held(table: RecordTable, numbers: Iterable[int]) -> list[int]:
+    """Which of these the table holds."""
+    live = {r.peer for r in table.live(now=later(1))}
+    return [n for n in numbers if peer(n).peer_id in live]
+
+
+def test_one_peer_introduces_no_more_than_its_quota() -> None:
+    table = RecordTable(max_records=100, max_introduced=10)
+    assert give(table, range(1, 13), 90) == [Refusal.CROWDED] * 2
+    assert table.refused == {Refusal.CROWDED: 2}
+    assert held(table, range(1, 13)) == list(range(1, 11))
+    assert give(table, range(20, 30), 91) == []
+    assert give(table, [90], 90) == []
+    # What has expired leaves room again.
+    assert isinstance(table.receive(of(50, issued_s=100), now=later(100), introducer=peer(90).peer_id), NodeRecord)
+
+
+def test_flood_into_a_full_table_displaces_itself_whatever_its_dates() -> None:
+    table = RecordTable(max_records=100, max_introduced=60)
+    assert give(table, range(1, 21), 90) == []
+    assert give(table, range(200, 260), 91, issued_s=25, ttl_s=120.0) == []
+    refused = give(table, range(300, 360), 92, issued_s=25, ttl_s=120.0)
+    assert set(refused) == {Refusal.CROWDED}
+    assert held(table, range(1, 21)) == list(range(1, 21))
+    # Who introduces few is heard even now.
+    assert give(table, range(21, 26), 93) == []
+    assert held(table, range(1, 26)) == list(range(1, 26))
+    assert len(table.live(now=later(1))) == 100
+
+
+def test_own_word_is_never_displaced_by_who_is_introduced() -> None:
+    table = RecordTable(max_records=10, max_introduced=10)
+    for n in range(1, 6):
+        assert give(table, [n], n) == []
+    assert give(table, range(20, 25), 90) == []
+    assert set(give(table, range(30, 60), 91, ttl_s=120.0)) == {Refusal.CROWDED}
+    assert held(table, range(1, 6)) == list(range(1, 6))
+    for n in range(6, 11):
+        assert give(table, [n], n) == []
+    assert held(table, range(1, 60)) == list(range(1, 11))
+    assert give(table, range(30, 60), 91) == [Refusal.CROWDED] * 30
+
+
+def test_who_was_introduced_and_speaks_for_itself_stands_on_its_own_word() -> None:
+    table = RecordTable(max_records=4, max_introduced=4)
+    assert give(table, [1, 2, 3, 4], 90) == []
+    assert give(table, [4], 4) == []
+    assert give(table, [3], 3, sequence=2) == []
+    # What others tell of it later does not change that.
+    assert give(table, [3], 90, sequence=3) == []
+    assert give(table, [5], 5) == []
+    assert give(table, [6], 6) == []
+    assert held(table, range(1, 7)) == [3, 4, 5, 6]
+
+
+def test_table_full_of_own_words_forgets_the_one_that_was_silent_longest() -> None:
     table = RecordTable(max_records=3)
-    identities = [Identity.from_seed(bytes([n]) * 32) for n in range(5)]
-    for n, identity in enumerate(identities):
-        envelope = sign_record(
-            msgspec.structs.replace(RECORD, peer=identity.peer_id, expires_at=NOW + 60 + n), identity
-        )
-        assert isinstance(table.receive(envelope, now=later(1)), NodeRecord)
-    assert {r.peer for r in table.live(now=later(1))} == {identity.peer_id for identity in identities[2:]}
+    for n in (1, 2, 3):
+        assert give(table, [n], n) == []
+    assert give(table, [1], 1) == []  # a heartbeat repeats the same record
+    assert give(table, [2], 90, sequence=2) == []  # news of it, but not by it
+    assert give(table, [4], 4) == []
+    assert held(table, range(1, 5)) == [1, 3, 4]
+
+
+def test_identical_copy_is_known_without_looking_at_its_signature() -> None:
+    table = RecordTable()
+    envelope = of(1)
+    given = table.receive(envelope, now=later(1))
+    assert table.receive(bytes(bytearray(envelope)), now=later(2)) is given
+    # But not once it has expired.
+    assert table.receive(envelope, now=later(61)) is Refusal.EXPIRED
+
+
+def test_books_of_the_table_agree_with_what_it_holds() -> None:
+    """Whatever comes in whatever order: the indices neither leak nor go astray."""
+    chance = Random(11)
+    table = RecordTable(max_records=12, max_introduced=6)
+    for step in range(3000):
+        now = later(step / 10)
+        number = chance.randrange(40)
+        by = chance.choice([None, number, *range(36, 40)])
+        envelope = of(number, sequence=step // 20, issued_s=step // 20 * 2, ttl_s=chance.choice([5, 20, 60]))
+        table.receive(envelope, now=now, introducer=None if by is None else peer(by).peer_id)
+        books = table._introduced
+        introduced = [p for peers in books._peers_of.values() for p in peers]
+        assert sorted([*introduced, *table._own_words]) == sorted(table._held)
+        assert len(table._held) <= 12
+        assert table._peer_of == {h.envelope: p for p, h in table._held.items()}
+        assert books.largest == max((len(peers) for peers in books._peers_of.values()), default=0) <= 6
+        assert len(table._deadlines) <= 2 * 12 + 66
+    table.expire(now=later(1000))
+    assert (table._held, table._peer_of, table._own_words, table._introduced._of_size) == ({}, {}, {}, {})
 
 
 def test_full_table_drops_the_expired_before_the_living() -> None:
