@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from types import ModuleType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import libp2p.kad_dht.common as kad_common
 import libp2p.kad_dht.kad_dht as kad_dht
@@ -75,6 +77,15 @@ MAX_MULTISTREAM_BYTES = 64 * 1024
 MAX_CONNECTIONS = 256
 MAX_STREAMS = 1024
 MAX_REQUESTS_AT_ONCE = 32
+MAX_REQUESTS_PER_PEER = 4
+"""Of the slots: eight peers that ask slowly fill them, and not one alone."""
+
+MAX_ASKED_AT_ONCE = 2
+"""Requests of ours to one peer; more wait. Half of what it grants, because its slots are freed after its answer."""
+
+READ_REQUEST_TIMEOUT_S = 3.0
+"""For 65 KiB at most, and usually 1: two round trips and a margin. A stream without a request keeps a slot so long."""
+
 MAX_DHT_MESSAGE_BYTES = 256 * 1024
 """20 peers with signed records of 1 KiB and a value of 16 KiB fit five times."""
 
@@ -207,7 +218,8 @@ class Libp2pNode:
         self._config = config
         self._hooks = hooks
         self._token = trio.lowlevel.current_trio_token()
-        self._requests = trio.CapacityLimiter(MAX_REQUESTS_AT_ONCE)
+        self._num_requests_of: Counter[ID] = Counter()
+        self._asking: WeakValueDictionary[ID, trio.CapacityLimiter] = WeakValueDictionary()
         self._dialing: dict[ID, trio.Event] = {}
         self._unreachable_until: dict[ID, float] = {}
         self._protocol = TProtocol(config.request_protocol)
@@ -228,11 +240,14 @@ class Libp2pNode:
             await self._host.disconnect(ID.from_base58(peer))
 
     async def request(self, peer: PeerId, request: bytes, *, limit_bytes: int) -> bytes:
+        their_id = ID.from_base58(peer)
+        asking = self._asking.setdefault(their_id, trio.CapacityLimiter(MAX_ASKED_AT_ONCE))
         with _translated(peer), trio.fail_after(REQUEST_TIMEOUT_S):
-            stream = await self._host.new_stream(ID.from_base58(peer), [self._protocol])
-            async with _closing(stream):
-                await _write_message(stream, request)
-                return await _read_message(stream, limit_bytes)
+            async with asking:
+                stream = await self._host.new_stream(their_id, [self._protocol])
+                async with _closing(stream):
+                    await _write_message(stream, request)
+                    return await _read_message(stream, limit_bytes)
 
     async def join_dht(self, peer: PeerId) -> None:
         with _translated(peer):
@@ -341,22 +356,37 @@ class Libp2pNode:
     async def _serve_request(self, stream: Any) -> None:
         """Handler of the request streams: hands the request to the owner and writes its answer."""
         try:
-            self._requests.acquire_on_behalf_of_nowait(stream)
-        except trio.WouldBlock:
-            await stream.reset()
-            return
-        try:
-            with trio.move_on_after(REQUEST_TIMEOUT_S):
-                async with _closing(stream):
-                    request = await _read_message(stream, self._config.max_request_bytes)
-                    peer = PeerId(stream.muxed_conn.peer_id.to_base58())
-                    answer = await self._ask_owner(peer, request)
-                    if answer is not None:
-                        await _write_message(stream, answer)
+            with self._slot_for(stream) as is_granted, trio.move_on_after(REQUEST_TIMEOUT_S):
+                if is_granted:
+                    await self._answer_request(stream)
+                else:
+                    await stream.reset()
         except Exception as error:  # noqa: BLE001  # one stream's end must not be the host's
             log.debug("a request stream failed: %r", error)
+
+    @contextmanager
+    def _slot_for(self, stream: Any) -> Iterator[bool]:
+        """One of the slots for requests, unless all are taken or the peer has its share."""
+        their_id = stream.muxed_conn.peer_id
+        num_theirs, num_all = self._num_requests_of[their_id], self._num_requests_of.total()
+        if num_theirs >= MAX_REQUESTS_PER_PEER or num_all >= MAX_REQUESTS_AT_ONCE:
+            yield False
+            return
+        self._num_requests_of[their_id] += 1
+        try:
+            yield True
         finally:
-            self._requests.release_on_behalf_of(stream)
+            self._num_requests_of[their_id] -= 1
+            if not self._num_requests_of[their_id]:
+                del self._num_requests_of[their_id]
+
+    async def _answer_request(self, stream: Any) -> None:
+        async with _closing(stream):
+            with trio.fail_after(READ_REQUEST_TIMEOUT_S):
+                request = await _read_message(stream, self._config.max_request_bytes)
+            answer = await self._ask_owner(PeerId(stream.muxed_conn.peer_id.to_base58()), request)
+            if answer is not None:
+                await _write_message(stream, answer)
 
     async def _ask_owner(self, peer: PeerId, request: bytes) -> bytes | None:
         answered = trio.Event()

@@ -18,6 +18,7 @@ from p2p.addresses import dialable_hosts, is_loopback
 from p2p.control import ControlNode, ControlPlaneDown
 from p2p.discovery import Discovery, DiscoveryConfig, provider_key, record_key
 from p2p.identity import Identity
+from p2p.libp2p_adapter import MAX_REQUESTS_AT_ONCE, REQUEST_TIMEOUT_S, Libp2pNode
 from p2p.record_exchange import MAX_ANSWER_BYTES, ExchangeRequest
 from p2p.records import NodeRecord, Refusal, ShardRecord, sign_record
 
@@ -245,6 +246,48 @@ async def test_malformed_request_is_refused_without_harm(start: Start) -> None:
         with pytest.raises(PeerError):
             await other.discovery._bridge.call(lambda host, r=request: host.request(node.id, r, limit_bytes=1000))
     await _until_found(other, [node, other])
+
+
+async def test_peer_with_idle_request_streams_locks_nobody_out(start: Start) -> None:
+    node = await start()
+    idler = await start(node.discovery.addresses[0], serve=False)
+    honest = await start(node.discovery.addresses[0])
+    for peer in (idler, honest):
+        await peer.discovery.wait_for_peer(LIMIT_S)
+    opened = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    async def idle(host: ControlNode) -> float:
+        """Opens as many streams as there are slots; returns how long the node waits for a request on one of them."""
+        from p2p.libp2p_adapter import ID, trio
+
+        assert isinstance(host, Libp2pNode)
+        their_id = ID.from_base58(node.id)
+        first = await host._host.new_stream(their_id, [host._protocol])
+        for _ in range(MAX_REQUESTS_AT_ONCE):
+            with contextlib.suppress(Exception):  # those above its share are reset
+                await host._host.new_stream(their_id, [host._protocol])
+        loop.call_soon_threadsafe(opened.set)
+        began = trio.current_time()
+        with contextlib.suppress(Exception):
+            await first.read(1)
+        return float(trio.current_time() - began)
+
+    idling = asyncio.create_task(idler.discovery._bridge.call(idle))
+    async with _within():
+        await opened.wait()
+    await honest.discovery._exchange_with(node.id, None, limit=0)
+    async with _within():
+        assert await idling < REQUEST_TIMEOUT_S / 2
+
+
+async def test_many_requests_at_once_from_one_peer_are_all_answered(start: Start) -> None:
+    node = await start()
+    other = await start(node.discovery.addresses[0])
+    await other.discovery.wait_for_peer(LIMIT_S)
+    async with _within(), asyncio.TaskGroup() as group:
+        for _ in range(40):
+            group.create_task(other.discovery._exchange_with(node.id, None, limit=256))
 
 
 async def test_withdrawn_node_is_gone_at_once_for_those_who_ask(start: Start) -> None:
