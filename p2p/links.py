@@ -48,6 +48,13 @@ MAX_QUEUE_BYTES = 2 * MAX_FRAME_BYTES
 MAX_LINKS = 512
 """Per pool. A node of a large swarm talks to tens of peers at a time; 512 idle links are 30 MB."""
 
+IDLE_AFTER_S = 60.0
+"""Without anything but signs of life. In a full pool, the peer that is idle for longest makes way for another."""
+
+MAX_UNFINISHED_BYTES = 16 * MAX_FRAME_BYTES
+"""Per pool, of frames that have not come to their end: 512 MiB, where 512 links could hold 16 GiB. Sixteen peers that
+send a largest frame at the same time are more than a node of a pipeline has in front of it."""
+
 TICK_S = 0.5
 """How often timers are looked at: an eighth of what separates suspicion from death, and no measurable load."""
 
@@ -79,6 +86,12 @@ class _PooledLink:
     reason: FusionError | None = None
     pings: dict[int, asyncio.Future[float]] = field(default_factory=dict)
     address: str | None = None
+    # Frames that the pool itself sends and handles, and the others when they were last looked at.
+    num_own_frames: int = 0
+    seen_frames: int = 0
+    last_used: float = 0.0
+    seen_frames_in: int = 0
+    unfinished_since: float | None = None
 
 
 class LinkPool:
@@ -90,6 +103,7 @@ class LinkPool:
         on_frame: called for every message but pings, pongs and goodbyes, in order per peer. It must not block. A
             FusionError that it raises closes the link for that reason, any other exception as a bug of ours.
         on_closed: called once when a peer is lost, and why; not after ``aclose``. Never called from within ``send``.
+        is_needed: whether something depends on the link with this peer, however idle it is, so that it has to be kept.
         clock: monotonic seconds. A test that hands in its own calls ``tick`` itself.
     """
 
@@ -100,17 +114,21 @@ class LinkPool:
         *,
         on_frame: OnFrame,
         on_closed: OnClosed,
+        is_needed: Callable[[PeerId], bool] = lambda peer: False,
         clock: Callable[[], float] = time.monotonic,
         max_links: int = MAX_LINKS,
         max_queue_bytes: int = MAX_QUEUE_BYTES,
+        max_unfinished_bytes: int = MAX_UNFINISHED_BYTES,
     ) -> None:
         self._network = network
         self._identity_peer = identity_peer
         self._on_frame = on_frame
         self._on_closed = on_closed
+        self._is_needed = is_needed
         self._clock = clock
         self._max_links = max_links
         self._max_queue_bytes = max_queue_bytes
+        self._max_unfinished_bytes = max_unfinished_bytes
         self._links: dict[PeerId, list[_PooledLink]] = {}
         self._num_links = 0
         self._dials: dict[tuple[PeerId, tuple[str, ...]], asyncio.Task[None]] = {}
@@ -219,7 +237,7 @@ class LinkPool:
         answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         entry.pings[ping.number] = answer
         try:
-            self._post(entry, ping)
+            self._post_own(entry, ping)
             async with asyncio.timeout(DEAD_AFTER_S):
                 return await answer
         except TimeoutError as error:
@@ -296,7 +314,8 @@ class LinkPool:
                 self._fail(entry, PeerTimeout(peer, f"peer {short(peer)} was silent for {DEAD_AFTER_S:g} s"))
             elif ping is not None:
                 with contextlib.suppress(PeerError):
-                    self._post(entry, ping)
+                    self._post_own(entry, ping)
+        self._bound_unfinished()
 
     # Links come and go.
 
@@ -304,19 +323,22 @@ class LinkPool:
         if self._closed:
             return
         self._replace(link.peer, accepted=True)
-        if self._num_links >= self._max_links:
+        if not self._make_room():
             self._refused["too-many-links"] += 1
             return
         await self._run(self._add(link, None))
 
     async def _dial(self, address: str, expect: PeerId | None, timeout_s: float) -> Link:
-        if self._num_links >= self._max_links:
-            raise ResourceExhausted(f"this process has {self._num_links} links, which is its limit")
+        if self._is_full() and self._longest_idle() is None:
+            raise self._too_many_links()
         link = await self._network.dial(address, expect=expect, timeout_s=timeout_s)
         if self._closed:
             await link.aclose()
             self._check_open()
         self._replace(link.peer, accepted=False)
+        if not self._make_room():  # only now: an address at which nobody answers costs no idle peer its link
+            await link.aclose()
+            raise self._too_many_links()
         entry = self._add(link, address)
         # In the same step, so that no two dials to one peer ever succeed.
         for key in [key for key in self._dials if key[0] == link.peer]:
@@ -351,6 +373,31 @@ class LinkPool:
         if not dial.cancelled():
             dial.exception()  # whoever waited has it; nobody may have
 
+    def _is_full(self) -> bool:
+        return self._num_links >= self._max_links
+
+    def _make_room(self) -> bool:
+        """Whether there is room for one more link, if need be in place of the peer that is idle for longest."""
+        if self._is_full():
+            peer = self._longest_idle()
+            if peer is None:
+                return False
+            self._drop(peer, PeerClosed(peer, f"peer {short(peer)} was idle, and its link is needed for another"))
+        return True
+
+    def _longest_idle(self) -> PeerId | None:
+        now = self._clock()
+        last_used: dict[PeerId, float] = {}
+        for peer, entries in self._links.items():
+            for entry in entries:
+                self._look(entry, now)
+            last_used[peer] = max(entry.last_used for entry in entries)
+        idle = [peer for peer, used in last_used.items() if now - used >= IDLE_AFTER_S and not self._is_needed(peer)]
+        return min(idle, key=last_used.__getitem__, default=None)
+
+    def _too_many_links(self) -> ResourceExhausted:
+        return ResourceExhausted(f"this process has {self._num_links} links, which is its limit")
+
     def _replace(self, peer: PeerId, *, accepted: bool) -> None:
         """Makes way for a new link with ``peer``, of which we may have one that it dialled and one that we did."""
         if any((entry.address is None) == accepted for entry in self._links.get(peer, ())):
@@ -368,14 +415,14 @@ class LinkPool:
 
     def _add(self, link: Link, address: str | None) -> _PooledLink:
         now = self._clock()
-        entry = _PooledLink(link, Heartbeat(last_heard=now, last_sent=now), address=address)
+        entry = _PooledLink(link, Heartbeat(last_heard=now, last_sent=now), address=address, last_used=now)
         self._links.setdefault(link.peer, []).append(entry)
         self._num_links += 1
         if self._ticker is None:
             self._last_tick = now
             self._ticker = asyncio.get_running_loop().create_task(self._tick_forever())
         with contextlib.suppress(PeerError):
-            self._post(entry, entry.heartbeat.ping(now))  # the first round trip is known from the start
+            self._post_own(entry, entry.heartbeat.ping(now))  # the first round trip is known from the start
         return entry
 
     async def _run(self, entry: _PooledLink) -> None:
@@ -410,10 +457,11 @@ class LinkPool:
             await link.aclose()
 
     def _dispatch(self, entry: _PooledLink, message: Ping | Pong | Goodbye) -> None:
+        entry.num_own_frames += 1
         match message:
             case Ping():
                 with contextlib.suppress(PeerError):
-                    self._post(entry, Pong(message.number))
+                    self._post_own(entry, Pong(message.number))
             case Pong():
                 round_trip_s = entry.heartbeat.pong(message.number, self._clock())
                 waiting = entry.pings.get(message.number)
@@ -462,6 +510,10 @@ class LinkPool:
         if link.queued_bytes > self._max_queue_bytes:
             self._fail(entry, PeerTimeout(link.peer, f"peer {short(link.peer)} does not read what it is sent"))
 
+    def _post_own(self, entry: _PooledLink, message: Ping | Pong) -> None:
+        self._post(entry, message)
+        entry.num_own_frames += 1
+
     async def _say_goodbye(self, entry: _PooledLink, reason: str) -> None:
         with contextlib.suppress(FusionError, TimeoutError):
             entry.link.post(Goodbye(reason[:512]))
@@ -484,6 +536,36 @@ class LinkPool:
         if counters.bytes_out != entry.seen_bytes_out:
             entry.seen_bytes_out = counters.bytes_out
             entry.heartbeat.sent(now)
+        num_frames = counters.frames_in + counters.frames_out - entry.num_own_frames
+        if num_frames != entry.seen_frames:
+            entry.seen_frames = num_frames
+            entry.last_used = now
+        if not entry.link.unfinished_bytes:
+            entry.unfinished_since = None
+        elif entry.unfinished_since is None or counters.frames_in != entry.seen_frames_in:
+            entry.unfinished_since = now
+        entry.seen_frames_in = counters.frames_in
+
+    def _bound_unfinished(self) -> None:
+        """Closes links until unfinished frames hold what they may, those first that take longest to finish theirs.
+
+        Not a deadline, which a long frame on a thin line would miss also where there is memory for all; and not the
+        largest frame first, which would be an honest one where many hold a little of theirs for ever.
+        """
+        unfinished = [
+            (entry.unfinished_since, entry)
+            for entries in self._links.values()
+            for entry in entries
+            if entry.unfinished_since is not None
+        ]
+        total_bytes = sum(entry.link.unfinished_bytes for _, entry in unfinished)
+        for _, entry in sorted(unfinished, key=lambda pair: pair[0]):
+            if total_bytes <= self._max_unfinished_bytes:
+                return
+            total_bytes -= entry.link.unfinished_bytes
+            self._refused["unfinished-frame"] += 1
+            peer = entry.link.peer
+            self._fail(entry, PeerTimeout(peer, f"peer {short(peer)} did not finish a frame while memory was short"))
 
     def _entry(self, peer: PeerId) -> _PooledLink:
         entries = self._links.get(peer)

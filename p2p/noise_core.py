@@ -276,6 +276,11 @@ class Opener:
         self._frame: memoryview | None = None
         self._filled = 0
 
+    @property
+    def unfinished_bytes(self) -> int:
+        """What has come of a frame that is not complete."""
+        return 0 if self._frame is None else self._filled
+
     def open(self, segment: bytes | bytearray | memoryview) -> memoryview | None:
         """The frame that this segment completes, as a read-only view; None within a frame.
 

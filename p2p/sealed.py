@@ -63,7 +63,8 @@ class SealedLink:
         self._channel = channel
         self._peer = keys.peer
         self._seal = Sealer(keys.sending_key).seal
-        self._open = Opener(keys.receiving_key).open
+        self._opener = Opener(keys.receiving_key)
+        self._open = self._opener.open
         self._write = channel.write
         self._handler: Callable[[Frame], None] | None = None
         self._inbox: deque[Frame] = deque()
@@ -86,6 +87,10 @@ class SealedLink:
     @property
     def remote_address(self) -> str:
         return self._channel.remote_address
+
+    @property
+    def unfinished_bytes(self) -> int:
+        return 0 if self._closed is not None else self._opener.unfinished_bytes
 
     def post(self, message: AnyMessage, payload: bytes | bytearray | memoryview = b"") -> None:
         """See Link.post."""

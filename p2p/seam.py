@@ -41,6 +41,11 @@ class Link(Protocol):
         ...
 
     @property
+    def unfinished_bytes(self) -> int:
+        """What is held of a frame that the peer has not yet sent to its end."""
+        ...
+
+    @property
     def remote_address(self) -> str:
         """``host:port`` of the other end, for people; never evidence of anything."""
         ...

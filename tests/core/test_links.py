@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from fusion_node.errors import (
 from fusion_node.types import PeerId
 from p2p.heartbeat_core import DEAD_AFTER_S, SUSPECT_AFTER_S, Liveness
 from p2p.identity import Identity
-from p2p.links import TICK_S, LinkPool
+from p2p.links import IDLE_AFTER_S, TICK_S, LinkPool
 from p2p.memory import MemoryNetwork, MemoryWorld
 from p2p.messages import AnyMessage, CloseSession, Ping, StatusRequest, StepResult, TensorMeta
 from p2p.seam import Link
@@ -70,6 +71,7 @@ class Swarm:
         version: int = 1,
         listen: bool = True,
         on_frame: Callable[[PeerId, AnyMessage, memoryview], None] | None = None,
+        is_needed: Callable[[PeerId], bool] = lambda peer: False,
         **limits: int,
     ) -> Node:
         host, identity = f"host{len(self.nodes)}", Identity.generate()
@@ -83,6 +85,7 @@ class Swarm:
             identity.peer_id,
             on_frame=on_frame or keep,
             on_closed=lambda peer, error: made.closed.append((peer, error)),
+            is_needed=is_needed,
             clock=self.clock,
             **limits,
         )
@@ -511,6 +514,61 @@ async def test_number_of_links_is_bounded(swarm: Swarm) -> None:
     assert first.closed == []
     with pytest.raises(ResourceExhausted):
         await small.pool.identify(second.address)
+
+
+async def test_full_pool_gives_up_the_peer_that_has_only_pinged_for_longest(swarm: Swarm) -> None:
+    small = await swarm.node(max_links=3)
+    busy, idle, idle_since_later, newcomer, late = [await swarm.node() for _ in range(5)]
+    for node in (busy, idle, idle_since_later):
+        await node.pool.connect(small.peer, [small.address])
+    idle_since_later.pool.send(small.peer, StatusRequest(1))
+    await swarm.advance(IDLE_AFTER_S - 1.0)
+    busy.pool.send(small.peer, StatusRequest(1))
+    await swarm.advance(2.0)
+    await newcomer.pool.connect(small.peer, [small.address])
+    await until(lambda: bool(idle.closed))
+    await swarm.settle()
+    assert [peer for peer, _ in small.closed] == [idle.peer]
+    assert isinstance(small.closed[0][1], PeerClosed)
+    assert small.pool.is_connected(newcomer.peer)
+    assert small.pool.counters["links"] == 3
+    assert await small.pool.identify(late.address) == late.peer
+    assert [peer for peer, _ in small.closed] == [idle.peer, idle_since_later.peer]
+    with pytest.raises(ResourceExhausted):
+        await small.pool.identify(idle.address)
+    assert busy.closed == newcomer.closed == []
+
+
+async def test_full_pool_keeps_idle_peers_that_are_needed(swarm: Swarm) -> None:
+    small = await swarm.node(max_links=1, is_needed=lambda peer: True)
+    idle, newcomer = await swarm.node(), await swarm.node()
+    await idle.pool.connect(small.peer, [small.address])
+    await swarm.advance(IDLE_AFTER_S * 2)
+    await newcomer.pool.connect(small.peer, [small.address])
+    await until(lambda: bool(newcomer.closed))
+    assert small.pool.is_connected(idle.peer)
+    assert small.pool.counters["refused_too-many-links"] == 1
+
+
+async def test_longest_unfinished_frame_goes_when_all_of_them_hold_too_much(swarm: Swarm) -> None:
+    theirs = await swarm.node(max_unfinished_bytes=1 << 20)
+    first, second = await swarm.node(), await swarm.node()
+    payload = bytes(900_000)
+    for node in (first, second):
+        await node.pool.connect(theirs.peer, [theirs.address])
+        await swarm.settle()
+        num_left = itertools.count(-11)
+        swarm.world.tamper(node.host, theirs.host, lambda segment, left=num_left: (segment,) if next(left) < 0 else ())  # type: ignore[misc]
+        before = theirs.pool.counters["bytes_in"]
+        node.pool.send(theirs.peer, result(1, payload), payload)
+        await until(lambda before=before: theirs.pool.counters["bytes_in"] > before + 700_000)  # type: ignore[misc]
+        assert theirs.closed == []
+        await swarm.advance(TICK_S)
+    ((peer, error),) = theirs.closed
+    assert peer == first.peer
+    assert isinstance(error, PeerTimeout)
+    assert theirs.pool.is_connected(second.peer)
+    assert theirs.pool.counters["refused_unfinished-frame"] == 1
 
 
 async def test_listening_twice_on_one_port_is_refused(swarm: Swarm) -> None:
