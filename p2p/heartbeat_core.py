@@ -5,7 +5,8 @@ which nothing comes is called dead DEAD_AFTER_S after the last sign of life, at 
 
 Assumes: both sides run this, so each sends something at least every PING_AFTER_S. The shell calls ``handle_timer`` no
 later than ``get_timer`` says, and reports its own absence (suspension, a blocked event loop) with ``handle_absence``:
-what could not be read is no evidence against the peer.
+what could not be read is no evidence against the peer. The peer cannot foretell the numbers of ``random``: it could
+else send a pong ahead of its ping, and appear to be nearer than it is.
 
 States: alive; suspect, from SUSPECT_AFTER_S of silence on; dead, for good.
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from dataclasses import dataclass, field
+from random import Random
 
 from p2p.messages import Ping
 
@@ -59,10 +61,10 @@ class Heartbeat:
 
     last_heard: float
     last_sent: float
+    random: Random
     smoothed_s: float | None = None
     _recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_ROUND_TRIPS))
     _outstanding: dict[int, float] = field(default_factory=dict)
-    _next_number: int = 0
     _last_ping: float | None = None
     _dead: bool = False
 
@@ -76,8 +78,9 @@ class Heartbeat:
 
     def ping(self, now: float) -> Ping:
         """A ping to send now."""
-        number = self._next_number
-        self._next_number = (number + 1) % 2**32
+        number = self.random.getrandbits(32)
+        while number in self._outstanding:
+            number = self.random.getrandbits(32)
         self._outstanding[number] = now
         if len(self._outstanding) > MAX_OUTSTANDING_PINGS:
             del self._outstanding[next(iter(self._outstanding))]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -126,6 +127,7 @@ class LinkPool:
         self._on_closed = on_closed
         self._is_needed = is_needed
         self._clock = clock
+        self._random = random.SystemRandom()
         self._max_links = max_links
         self._max_queue_bytes = max_queue_bytes
         self._max_unfinished_bytes = max_unfinished_bytes
@@ -415,7 +417,8 @@ class LinkPool:
 
     def _add(self, link: Link, address: str | None) -> _PooledLink:
         now = self._clock()
-        entry = _PooledLink(link, Heartbeat(last_heard=now, last_sent=now), address=address, last_used=now)
+        heartbeat = Heartbeat(last_heard=now, last_sent=now, random=self._random)
+        entry = _PooledLink(link, heartbeat, address=address, last_used=now)
         self._links.setdefault(link.peer, []).append(entry)
         self._num_links += 1
         if self._ticker is None:
@@ -465,7 +468,9 @@ class LinkPool:
             case Pong():
                 round_trip_s = entry.heartbeat.pong(message.number, self._clock())
                 waiting = entry.pings.get(message.number)
-                if round_trip_s is not None and waiting is not None and not waiting.done():
+                if round_trip_s is None:
+                    self._refused["unexpected-pong"] += 1
+                elif waiting is not None and not waiting.done():
                     waiting.set_result(round_trip_s)
             case Goodbye():
                 peer = entry.link.peer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from random import Random
 
 from p2p.heartbeat_core import (
     DEAD_AFTER_S,
@@ -16,15 +17,18 @@ from p2p.heartbeat_core import (
 )
 
 
+def fresh(now: float = 0.0) -> Heartbeat:
+    return Heartbeat(last_heard=now, last_sent=now, random=Random(1))
+
+
 def started() -> Heartbeat:
-    heartbeat = Heartbeat(last_heard=0.0, last_sent=0.0)
-    heartbeat.ping(0.0)
-    heartbeat.pong(0, 0.0)
+    heartbeat = fresh()
+    heartbeat.pong(heartbeat.ping(0.0).number, 0.0)
     return heartbeat
 
 
 def test_link_is_pinged_at_once() -> None:
-    heartbeat = Heartbeat(last_heard=5.0, last_sent=5.0)
+    heartbeat = fresh(5.0)
     assert heartbeat.get_timer() == 5.0
     assert heartbeat.handle_timer(5.0) is not None
 
@@ -94,7 +98,7 @@ def test_timer_is_never_later_than_death() -> None:
 
 
 def test_round_trips_give_a_minimum_and_a_smoothed_value() -> None:
-    heartbeat = Heartbeat(last_heard=0.0, last_sent=0.0)
+    heartbeat = fresh()
     assert heartbeat.best_s() is None
     for n, round_trip_s in enumerate([0.5, 0.1, 0.3]):
         assert heartbeat.pong(heartbeat.ping(float(n)).number, n + round_trip_s) is not None
@@ -104,20 +108,31 @@ def test_round_trips_give_a_minimum_and_a_smoothed_value() -> None:
 
 
 def test_old_minimum_is_forgotten() -> None:
-    heartbeat = Heartbeat(last_heard=0.0, last_sent=0.0)
+    heartbeat = fresh()
     for n in range(RECENT_ROUND_TRIPS + 1):
         heartbeat.pong(heartbeat.ping(float(n)).number, n + (0.01 if n == 0 else 0.2))
     assert (heartbeat.best_s() or 0) > 0.1
 
 
 def test_pong_that_answers_nothing_is_ignored() -> None:
-    heartbeat = started()
-    assert heartbeat.pong(0, 1.0) is None
+    heartbeat = fresh()
+    number = heartbeat.ping(0.0).number
+    assert heartbeat.pong(number, 1.0) == 1.0
+    assert heartbeat.pong(number, 1.0) is None
     assert heartbeat.pong(77, 1.0) is None
+    assert heartbeat.best_s() == 1.0
+
+
+def test_pongs_sent_ahead_measure_nothing() -> None:
+    heartbeat = fresh()
+    numbers = [heartbeat.ping(float(n)).number for n in range(MAX_OUTSTANDING_PINGS)]
+    guesses = {*range(1000), *(number + 1 for number in numbers)}
+    assert [heartbeat.pong(guess, 20.0) for guess in guesses] == [None] * len(guesses)
+    assert heartbeat.best_s() is None
 
 
 def test_outstanding_pings_are_bounded() -> None:
-    heartbeat = Heartbeat(last_heard=0.0, last_sent=0.0)
+    heartbeat = fresh()
     numbers = [heartbeat.ping(0.0).number for _ in range(MAX_OUTSTANDING_PINGS + 5)]
     assert heartbeat.pong(numbers[0], 1.0) is None
     assert heartbeat.pong(numbers[-1], 1.0) == 1.0

@@ -28,7 +28,7 @@ from p2p.heartbeat_core import DEAD_AFTER_S, SUSPECT_AFTER_S, Liveness
 from p2p.identity import Identity
 from p2p.links import IDLE_AFTER_S, TICK_S, LinkPool
 from p2p.memory import MemoryNetwork, MemoryWorld
-from p2p.messages import AnyMessage, CloseSession, Ping, StatusRequest, StepResult, TensorMeta
+from p2p.messages import AnyMessage, CloseSession, Ping, Pong, StatusRequest, StepResult, TensorMeta
 from p2p.seam import Link
 
 PATIENCE_S = 20.0
@@ -361,6 +361,15 @@ async def test_round_trip_is_measured(swarm: Swarm) -> None:
     ours, theirs = await swarm.pair()
     assert ours.pool.round_trip_s(theirs.peer) == 0.0  # nothing takes time in this world
     assert await ours.pool.round_trip(theirs.peer) == 0.0
+
+
+async def test_pong_that_answers_no_ping_is_counted_and_ignored(swarm: Swarm) -> None:
+    ours, theirs = await swarm.pair()
+    for number in range(10):
+        theirs.pool.send(ours.peer, Pong(number))
+    await swarm.settle()
+    assert ours.pool.counters["refused_unexpected-pong"] == 10
+    assert ours.pool.is_connected(theirs.peer)
 
 
 async def test_round_trip_ends_with_its_link(swarm: Swarm) -> None:
