@@ -13,7 +13,6 @@ from structlog.testing import capture_logs
 
 from fusion_node.errors import (
     AddressInUse,
-    ConfigError,
     FusionError,
     LocalProtocolError,
     PeerClosed,
@@ -499,7 +498,7 @@ async def test_goodbye_carries_its_reason(swarm: Swarm) -> None:
     ((_, error),) = theirs.closed
     assert isinstance(error, PeerClosed)
     assert "maintenance until noon" in str(error)
-    with pytest.raises(ConfigError):
+    with pytest.raises(LocalProtocolError):
         await ours.pool.connect(theirs.peer, [theirs.address])
 
 
