@@ -57,10 +57,21 @@ class Runner(Protocol[N_co]):
 
 
 class Bridge(Generic[N]):
-    """Owns the thread. ``make_runner`` is called in it, so that slow imports happen there."""
+    """Owns the thread. ``make_runner`` is called in it, so that slow imports happen there.
 
-    def __init__(self, make_runner: Callable[[], Runner[N]], *, on_restart: Callable[[], None] = lambda: None) -> None:
+    ``on_down`` is called when the thread has ended, after everything that it posted and before anything that its
+    successor posts; ``on_restart`` when that one is ready, and may have posted already.
+    """
+
+    def __init__(
+        self,
+        make_runner: Callable[[], Runner[N]],
+        *,
+        on_down: Callable[[], None] = lambda: None,
+        on_restart: Callable[[], None] = lambda: None,
+    ) -> None:
         self._make_runner = make_runner
+        self._on_down = on_down
         self._on_restart = on_restart
         self._runner: Runner[N] | None = None
         self._pending: set[asyncio.Future[Any]] = set()
@@ -142,6 +153,7 @@ class Bridge(Generic[N]):
 
         def went_down(failure: BaseException | None) -> None:
             self._runner = None
+            self._on_down()
             ended.set_result(failure)
             if not ready.done():
                 ready.set_exception(failure or ControlPlaneDown("the libp2p thread ended before it was ready"))

@@ -27,6 +27,7 @@ from fusion_node.errors import (
     FusionError,
     LocalProtocolError,
     NoPeers,
+    PeerClosed,
     PeerError,
     PeerTimeout,
     RemoteProtocolError,
@@ -135,7 +136,7 @@ class DiscoveryService(Protocol):
         ...
 
     async def wait_for_peer(self, timeout_s: float) -> None:
-        """Returns when a peer of the swarm has answered.
+        """Returns when a peer of the swarm is connected and has answered; at once while there is one.
 
         Raises:
             NoPeers: none did in time, or there is none to try; the message lists the addresses tried.
@@ -176,11 +177,16 @@ class Discovery:
         self._clock = clock
         self.table = RecordTable()
         self._exchange = RecordExchange(self.table, secrets.SystemRandom())
-        self._bridge: Bridge[ControlNode] = Bridge(self._make_runner, on_restart=self._resume)
+        self._bridge: Bridge[ControlNode] = Bridge(
+            self._make_runner, on_down=self._forget_connections, on_restart=self._resume
+        )
         self._listen: tuple[tuple[str, int], ...] = ()
         self._bootstrap: dict[PeerId, list[PeerAddress]] = {}
         self._connected: set[PeerId] = set()
+        self._answering: set[PeerId] = set()
+        """Who has answered or asked something on the present connection."""
         self._met = asyncio.Event()
+        """Set while one of those is connected."""
         self._last_dial_failure = ""
         self._lan: LanDiscovery | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -224,7 +230,7 @@ class Discovery:
             self._spawn(self._lan.run())
 
     async def wait_for_peer(self, timeout_s: float) -> None:
-        if not self._bootstrap and self._lan is None:
+        if not self._met.is_set() and not self._bootstrap and self._lan is None:
             raise NoPeers("there is no peer to try: give the address or the invite of a node with --peer")
         try:
             async with asyncio.timeout(timeout_s):
@@ -253,7 +259,7 @@ class Discovery:
     async def find(self, model_id: ModelId | None, *, timeout_s: float) -> list[NodeRecord]:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        if not self._connected and (self._bootstrap or self._lan is not None):
+        if not self._connected and (self._bootstrap or self._lan is not None) and not self._others():
             # Without this, a user who asks right after `start` gets the answer of an empty swarm.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
@@ -313,10 +319,36 @@ class Discovery:
             answer(None)
         else:
             answer(reply)
-            self._met.set()
+            self._note_answer(peer)
 
     def _note_connection(self, peer: PeerId, connected: bool) -> None:
-        (self._connected.add if connected else self._connected.discard)(peer)
+        if connected:
+            self._connected.add(peer)
+        else:
+            self._connected.discard(peer)
+            self._answering.discard(peer)
+        self._note_met()
+        if not self._connected and not self._closed:
+            log.info("no peer is connected any more; trying those that are known")
+            self._spawn(self._quietly(self._widen))
+
+    def _note_answer(self, peer: PeerId) -> None:
+        self._answering.add(peer)
+        self._note_met()
+
+    def _note_met(self) -> None:
+        # Both: an answer may be told of just before its connection is, or just after that has ended.
+        (self._met.clear if self._answering.isdisjoint(self._connected) else self._met.set)()
+
+    def _forget_connections(self) -> None:
+        """When the thread goes down, and not when it is back: by then it may have told of new ones."""
+        self._connected.clear()
+        self._answering.clear()
+        self._met.clear()
+
+    def _others(self) -> list[NodeRecord]:
+        """The live nodes that are known, without this one."""
+        return [r for r in self._exchange.serving(None, now=self._now()) if r.peer != self._identity.peer_id]
 
     # Entering the swarm, and staying in it.
 
@@ -344,7 +376,6 @@ class Discovery:
         """First contact: connect, tell, learn, and take the peer into the DHT."""
         await self._bridge.call(lambda node: node.connect(peer, addresses))
         await self._exchange_with(peer, None, limit=MAX_RECORDS)
-        self._met.set()
         self._spawn(self._quietly(lambda: self._settle_in(peer)))
 
     async def _settle_in(self, peer: PeerId) -> None:
@@ -355,11 +386,7 @@ class Discovery:
 
     async def _widen(self) -> None:
         """Connects to some of the nodes that are known but not connected."""
-        known = [
-            record
-            for record in self._exchange.serving(None, now=self._now())
-            if record.peer not in self._connected and record.peer != self._identity.peer_id
-        ]
+        known = [record for record in self._others() if record.peer not in self._connected]
         wanted = _some(known, MESH_PEERS - len(self._connected))
 
         async def meet(record: NodeRecord) -> None:
@@ -370,29 +397,34 @@ class Discovery:
         await _each(wanted, meet)
 
     async def _beat(self) -> None:
-        """Heartbeats: the own record goes to every connected peer, and who does not answer is disconnected."""
         while True:
             await asyncio.sleep(HEARTBEAT_S)
             self.table.expire(now=self._now())
-
-            async def beat(peer: PeerId) -> None:
-                try:
-                    await self._exchange_with(peer, None, limit=0)
-                except PeerError as error:
-                    log.info("peer %s is disconnected: %s", short(peer), error)
-                    await self._bridge.call(lambda node: node.disconnect(peer))
-
             with contextlib.suppress(ControlPlaneDown):
-                await _each(list(self._connected), beat)
-                if self._config.serve:
+                await self._beat_once()
+                if self._config.serve or not self._connected:
                     await self._widen()
 
+    async def _beat_once(self) -> None:
+        """The own record goes to every connected peer, and who does not answer is disconnected."""
+
+        async def beat(peer: PeerId) -> None:
+            try:
+                await self._exchange_with(peer, None, limit=0)
+            except PeerClosed as error:
+                # It has no room for the request just now. Who refuses is there; a connection that ends says so itself.
+                log.debug("peer %s refused a heartbeat: %s", short(peer), error)
+            except PeerError as error:
+                log.info("peer %s is disconnected: %s", short(peer), error)
+                await self._bridge.call(lambda node: node.disconnect(peer))
+
+        await _each(list(self._connected), beat)
+
     def _resume(self) -> None:
-        """After the thread died and came back: nothing of its connections and its DHT is left."""
-        self._connected.clear()
+        """After the thread died and came back: nothing of what it had stored in the DHT is known to be left."""
         self._publication.forget()
         log.warning("the libp2p thread runs again")
-        if self._config.serve:
+        if self._config.serve or not self._connected:
             self._spawn(self._quietly(self._widen))
 
     # Publishing.
@@ -484,6 +516,7 @@ class Discovery:
             async with asyncio.timeout(EXCHANGE_TIMEOUT_S):
                 answer = await self._bridge.call(lambda node: node.request(peer, request, limit_bytes=MAX_ANSWER_BYTES))
             self._exchange.receive(answer, source=peer, now=self._now())
+            self._note_answer(peer)
         except TimeoutError as error:
             raise PeerTimeout(peer, f"peer {short(peer)} did not answer within {EXCHANGE_TIMEOUT_S:.0f} s") from error
         except WireError as error:

@@ -1,0 +1,219 @@
+"""Discovery over a host that is not there: what it makes of connections that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from random import Random
+from typing import Any
+
+import pytest
+
+from fusion_node.errors import NoPeers, PeerClosed, PeerError, PeerTimeout, PeerUnreachable
+from fusion_node.types import PeerId, UnixS
+from p2p.addresses import PeerAddress
+from p2p.bridge import Runner
+from p2p.control import ControlNode, FoundPeer, HostHooks
+from p2p.discovery import Discovery, DiscoveryConfig
+from p2p.identity import Identity
+from p2p.record_exchange import RecordExchange
+from p2p.records import NodeRecord, RecordTable, ShardRecord, sign_record
+
+US, FIRST, SECOND = (Identity.from_seed(seed * 32) for seed in (b"u", b"a", b"b"))
+PATIENCE_S = 10.0
+
+
+class World:
+    """The peers that can be reached, and what became of the thread."""
+
+    def __init__(self) -> None:
+        self.reachable: dict[PeerId, RecordExchange] = {}
+        self.refusal: PeerError | None = None
+        self.connected_at_start: list[PeerId] = []
+        self.disconnected: list[PeerId] = []
+        self.runners: list[FakeRunner] = []
+
+    def add(self, identity: Identity, *envelopes: bytes) -> None:
+        exchange = RecordExchange(RecordTable(), Random(1))
+        for envelope in envelopes:
+            exchange.table.receive(envelope, now=UnixS(time.time()))
+        self.reachable[identity.peer_id] = exchange
+
+    def lose(self, identity: Identity) -> None:
+        del self.reachable[identity.peer_id]
+        self.runners[-1].hooks.on_connection(identity.peer_id, False)
+
+
+class FakeHost:
+    """A ControlNode that never has to wait."""
+
+    def __init__(self, world: World, hooks: HostHooks) -> None:
+        self._world = world
+        self._hooks = hooks
+
+    async def listening(self) -> list[tuple[str, int]]:
+        return []
+
+    async def connect(self, peer: PeerId, addresses: Sequence[PeerAddress]) -> None:
+        if peer not in self._world.reachable:
+            raise PeerUnreachable(peer, f"cannot reach {peer}")
+        self._hooks.on_connection(peer, True)
+
+    async def disconnect(self, peer: PeerId) -> None:
+        self._world.disconnected.append(peer)
+
+    async def request(self, peer: PeerId, request: bytes, *, limit_bytes: int) -> bytes:
+        if self._world.refusal is not None:
+            raise self._world.refusal
+        return self._world.reachable[peer].answer(request, source=US.peer_id, now=UnixS(time.time()))
+
+    async def join_dht(self, peer: PeerId) -> None: ...
+
+    async def put_value(self, key: str, value: bytes) -> None: ...
+
+    async def get_value(self, key: str) -> bytes | None:
+        return None
+
+    async def provide(self, key: bytes) -> None: ...
+
+    async def find_providers(self, key: bytes) -> list[FoundPeer]:
+        return []
+
+
+class FakeRunner:
+    """A thread that waits, and dies when it is told to."""
+
+    def __init__(self, world: World, hooks: HostHooks) -> None:
+        self._world = world
+        self.hooks = hooks
+        self.node: ControlNode = FakeHost(world, hooks)
+        self._over = threading.Event()
+        self._failure: Exception | None = None
+        world.runners.append(self)
+
+    def run(self, on_ready: Callable[[], None]) -> None:
+        on_ready()
+        for peer in self._world.connected_at_start:
+            self.hooks.on_connection(peer, True)
+        self._over.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def submit(
+        self, call: Callable[[], Awaitable[Any]], on_done: Callable[[Any, BaseException | None], None]
+    ) -> Callable[[], None]:
+        try:
+            call().__await__().__next__()
+        except StopIteration as done:
+            on_done(done.value, None)
+        except Exception as error:
+            on_done(None, error)
+        return lambda: None
+
+    def stop(self) -> None:
+        self._over.set()
+
+    def crash(self) -> None:
+        self._failure = RuntimeError("a task of the library has died")
+        self._over.set()
+
+
+class DiscoveryInWorld(Discovery):
+    def __init__(self, world: World, config: DiscoveryConfig) -> None:
+        super().__init__(US, config)
+        self._world = world
+
+    def _make_runner(self) -> Runner[ControlNode]:
+        return FakeRunner(self._world, HostHooks(self._sequence_of, self._on_request, self._on_connection))
+
+
+def address_of(identity: Identity) -> str:
+    return f"/ip4/127.0.0.1/tcp/4600/p2p/{identity.peer_id}"
+
+
+def record_of(identity: Identity) -> bytes:
+    now = time.time()
+    shard = ShardRecord("ab" * 32, "tiny", 0, 10, 30, "f16r32", 0.001, 4096)
+    return sign_record(
+        NodeRecord(1, identity.peer_id, 1, now, now + 60, (), (address_of(identity),), "cpu", 0, (shard,), 0, "test"),
+        identity,
+    )
+
+
+@asynccontextmanager
+async def user_of(world: World) -> AsyncIterator[Discovery]:
+    user = DiscoveryInWorld(world, DiscoveryConfig((), (address_of(FIRST),), mdns=False, serve=False))
+    await user.start()
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            yield user
+    finally:
+        await user.aclose()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():  # noqa: ASYNC110  # another thread's doing
+        await asyncio.sleep(0)
+
+
+async def test_user_that_has_lost_its_peers_says_so_and_waits_for_one() -> None:
+    world = World()
+    world.add(FIRST)
+    async with user_of(world) as user:
+        await user.wait_for_peer(PATIENCE_S)
+        world.lose(FIRST)
+        await until(lambda: user.num_peers == 0)
+        with pytest.raises(NoPeers, match=FIRST.peer_id):
+            await user.wait_for_peer(0.0)
+        world.add(FIRST)
+        await user.wait_for_peer(PATIENCE_S)
+
+
+async def test_user_that_has_lost_its_only_peer_enters_through_a_node_that_it_knows() -> None:
+    world = World()
+    world.add(FIRST, record_of(SECOND))
+    async with user_of(world) as user:
+        await user.wait_for_peer(PATIENCE_S)
+        world.add(SECOND)
+        world.lose(FIRST)
+        await until(lambda: SECOND.peer_id in user._connected)
+        await user.wait_for_peer(PATIENCE_S)
+
+
+async def test_user_that_is_cut_off_is_told_at_once_what_it_still_knows() -> None:
+    world = World()
+    world.add(FIRST, record_of(SECOND))
+    async with user_of(world) as user:
+        await user.wait_for_peer(PATIENCE_S)
+        world.lose(FIRST)
+        await until(lambda: user.num_peers == 0)
+        assert [r.peer for r in await user.find(None, timeout_s=2 * PATIENCE_S)] == [SECOND.peer_id]
+
+
+async def test_connections_of_the_restarted_thread_are_not_forgotten() -> None:
+    world = World()
+    world.add(FIRST)
+    async with user_of(world) as user:
+        await user.wait_for_peer(PATIENCE_S)
+        world.reachable.clear()
+        world.connected_at_start = [SECOND.peer_id]
+        world.runners[0].crash()
+        await until(lambda: user.num_peers == 0)
+        with pytest.raises(NoPeers):
+            await user.wait_for_peer(0.0)
+        await until(lambda: user._bridge.num_restarts == 1 and user._bridge.is_up and user.num_peers == 1)
+        assert user._connected == {SECOND.peer_id}
+
+
+@pytest.mark.parametrize("kind", [PeerClosed, PeerTimeout])
+async def test_heartbeat_that_is_refused_ends_no_connection_and_silence_does(kind: type[PeerError]) -> None:
+    world = World()
+    world.add(FIRST)
+    async with user_of(world) as user:
+        await user.wait_for_peer(PATIENCE_S)
+        world.refusal = kind(FIRST.peer_id, "not now")
+        await user._beat_once()
+        assert world.disconnected == ([] if kind is PeerClosed else [FIRST.peer_id])
