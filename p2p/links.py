@@ -25,7 +25,6 @@ from dataclasses import dataclass, field
 import structlog
 
 from fusion_node.errors import (
-    ConfigError,
     FusionError,
     LocalProtocolError,
     PeerClosed,
@@ -580,7 +579,7 @@ class LinkPool:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise ConfigError("this pool of links is closed")
+            raise LocalProtocolError("this pool of links is closed")
 
 
 def _add(total: LinkCounters, counters: LinkCounters) -> None:

@@ -110,7 +110,10 @@ class WebSocketNetwork:
                     raise
         except BaseException as error:
             await session.close()
-            raise _translate_dial(error, who, address, timeout_s) from error
+            translated = _translate_dial(error, who, address, timeout_s)
+            if translated is error:
+                raise
+            raise translated from error
 
     async def listen(self, address: str, on_link: OnLink) -> Listener:
         """See Network.listen."""

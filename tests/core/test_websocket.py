@@ -68,6 +68,14 @@ async def test_stranger_who_says_nothing_is_hung_up_on_in_time() -> None:
         await still_serves(listener.address)
 
 
+async def test_error_of_a_dial_is_not_its_own_cause() -> None:
+    stranger = Identity.generate().peer_id
+    async with listening(WebSocketNetwork(Identity.generate())) as listener:
+        with pytest.raises(RemoteProtocolError) as caught:
+            await WebSocketNetwork(Identity.generate()).dial(listener.address, expect=stranger, timeout_s=PATIENCE_S)
+    assert caught.value.__cause__ is not caught.value
+
+
 @pytest.mark.parametrize("first", [b"", b"hello", b"GET /fusion HTTP/1.1\r\nHost: x\r\n"])
 async def test_stranger_who_stops_half_way_is_hung_up_on_in_time(first: bytes) -> None:
     network = WebSocketNetwork(Identity.generate(), handshake_timeout_s=0.2)
