@@ -87,9 +87,9 @@ def decode_bounded(data: bytes | bytearray | memoryview, kind: type[T], *, limit
         raise WireError(f"not a valid {getattr(kind, '__name__', 'message')}: {type(error).__name__}") from error
 
 
-def printable(text: str) -> str:
+def printable(text: str, *, limit: int = 300) -> str:
     """Text of a peer, fit for a terminal and a log: control characters are replaced, length is bounded."""
-    return "".join(c if c.isprintable() else "?" for c in text[:300])
+    return "".join(c if c.isprintable() else "?" for c in text[:limit])
 
 
 class SignedEnvelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

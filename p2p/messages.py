@@ -105,6 +105,9 @@ class SessionOpened(Message, frozen=True, array_like=True, tag="opened"):
     lease_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
 
 
+PEER_LOST = "peer-lost"
+"""SessionFailed.code when the link to the culprit is gone."""
+
 SUCCESSOR_UNREACHABLE = "successor-unreachable"
 """SessionRefused.code when the stage itself is well, but cannot reach the next one."""
 

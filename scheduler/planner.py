@@ -14,9 +14,8 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from fusion_node.errors import LocalProtocolError
 from fusion_node.types import LayerRange, PeerId
 
 HOP_COST_S = 0.002
@@ -75,24 +74,24 @@ class Uncovered:
 
 def plan_route(candidates: Iterable[Candidate], *, num_layers: int, num_positions: int) -> Route | Uncovered:
     """The cheapest route over ``[0, num_layers)`` for a session of ``num_positions`` KV positions."""
-    known = [c for c in candidates if c.layers.stop <= num_layers]
+    known = _merge([c for c in candidates if c.layers.stop <= num_layers])
     usable = [c for c in known if c.kv_free_positions >= num_positions]
     missing = uncovered_layers([c.layers for c in usable], num_layers)
     if missing:
         held = uncovered_layers([c.layers for c in known], num_layers)
         held_layers = {layer for r in held for layer in range(r.start, r.stop)}
         full = [layer for r in missing for layer in range(r.start, r.stop) if layer not in held_layers]
-        return Uncovered(tuple(missing), tuple(_as_ranges(full)))
-    return _shortest(sorted(usable, key=lambda c: c.peer), num_layers)
+        return Uncovered(tuple(missing), tuple(as_ranges(full)))
+    return _shortest(usable, num_layers) or Uncovered((LayerRange(0, num_layers),), ())
 
 
 def uncovered_layers(ranges: Sequence[LayerRange], num_layers: int) -> list[LayerRange]:
     """The parts of ``[0, num_layers)`` that none of the ranges covers."""
     covered = {layer for r in ranges for layer in range(r.start, r.stop)}
-    return _as_ranges([layer for layer in range(num_layers) if layer not in covered])
+    return as_ranges([layer for layer in range(num_layers) if layer not in covered])
 
 
-def _shortest(candidates: Sequence[Candidate], num_layers: int) -> Route:
+def _shortest(candidates: Sequence[Candidate], num_layers: int) -> Route | None:
     boundaries = sorted({0, num_layers} | {b for c in candidates for b in (c.layers.start, c.layers.stop)})
     queue: list[tuple[float, int, int, tuple[RouteStage, ...]]] = [(0.0, 0, 0, ())]
     settled: set[int] = set()
@@ -116,12 +115,29 @@ def _shortest(candidates: Sequence[Candidate], num_layers: int) -> Route:
                 step_s = HOP_COST_S + max(c.round_trip_s, 0.0) + len(part) * per_layer_s
                 counter += 1
                 heapq.heappush(queue, (cost_s + step_s, counter, stop, (*stages, RouteStage(c.peer, part))))
-    # Not reached: every layer is held by somebody, and whoever enters a route is also offered its whole range at once,
-    # so the rule of one appearance per node never cuts the last continuation off.
-    raise LocalProtocolError("the planner found no route although every layer is covered")
+    # Every layer is held by somebody, but a node of two separate ranges could be needed for both.
+    return None
 
 
-def _as_ranges(layers: Sequence[int]) -> list[LayerRange]:
+def _merge(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """One candidate per peer and stretch of layers: ranges of one peer that touch are one, as slow as the slower."""
+    merged: list[Candidate] = []
+    for c in sorted(candidates, key=lambda c: (c.peer, c.layers)):
+        last = merged[-1] if merged else None
+        if last is not None and last.peer == c.peer and c.layers.start <= last.layers.stop:
+            merged[-1] = replace(
+                last,
+                layers=LayerRange(last.layers.start, max(last.layers.stop, c.layers.stop)),
+                seconds_per_layer=max(last.seconds_per_layer, c.seconds_per_layer),
+                kv_free_positions=min(last.kv_free_positions, c.kv_free_positions),
+            )
+        else:
+            merged.append(c)
+    return merged
+
+
+def as_ranges(layers: Sequence[int]) -> list[LayerRange]:
+    """Ascending layers as the fewest ranges."""
     ranges: list[LayerRange] = []
     for layer in layers:
         if ranges and ranges[-1].stop == layer:

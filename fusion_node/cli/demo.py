@@ -29,9 +29,10 @@ from fusion_node.cli.pictures import coverage
 from fusion_node.cli.talk import describe
 from fusion_node.client.overview import ModelView, look_around
 from fusion_node.client.sampling import SamplingParams
-from fusion_node.client.session_core import printable
 from fusion_node.errors import ConfigError
 from fusion_node.store import StoredModel
+from fusion_node.wire import printable
+from p2p.identity import short
 
 if TYPE_CHECKING:
     from fusion_node.client.swarm import GenerationStats, SwarmClient
@@ -83,7 +84,7 @@ class _Scene:
             table.add_row(
                 node.name,
                 str(node.process.pid),
-                f"…{node.peer[-8:]}" if node.peer else "",
+                short(node.peer) if node.peer else "",
                 str(node.layers),
                 Text(node.state, style="green" if node.state == "serving" else "yellow"),
                 Text("not yet", style="dim") if trip is None else f"yes, {trip:.1f} ms away",
@@ -176,7 +177,7 @@ def _report(console: Console, stats: GenerationStats, nodes: Sequence[LocalNode]
     total_s = sum(stage.compute_s for stage in stats.stages) or 1.0
     for stage in stats.stages:
         table.add_row(
-            f"{names.get(stage.peer, '')} …{stage.peer[-8:]}",
+            f"{names.get(stage.peer, '')} {short(stage.peer)}",
             f"layers {stage.layers}, {printable(stage.device)}",
             str(stage.steps),
             f"{1000 * stage.compute_s / max(stage.steps, 1):.1f}",

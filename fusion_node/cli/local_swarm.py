@@ -114,7 +114,6 @@ class LocalSwarm:
             sys.executable, "-m", "fusion_node.cli.main", "join", self._model,
             "--layers", str(layers), "--identity", str(key), "--threads", str(self._threads),
             "--numerics", self._numerics, "--listen", "127.0.0.1:0", "--no-mdns", "--log-format", "json",
-            "--until-stdin-ends",
         ]  # fmt: skip
         command += ["--until-stdin-ends"]
         command += ["--peer", peer] if peer else []

@@ -16,6 +16,7 @@ from fusion_node.cli.serve import serve
 from fusion_node.cli.status import status
 from fusion_node.cli.talk import chat, generate
 from fusion_node.errors import FusionError
+from fusion_node.wire import printable
 
 app = typer.Typer(
     name="fusion-node",
@@ -47,7 +48,8 @@ def main() -> None:
     try:
         app()
     except FusionError as error:
-        _end(f"error: {error}", error.exit_code)
+        # Parts of a message may be a peer's: no control character of it reaches the terminal.
+        _end(f"error: {printable(str(error), limit=2000)}", error.exit_code)
     except BrokenPipeError:
         # Whoever read our output has enough of it, as `head` does.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

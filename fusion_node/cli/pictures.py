@@ -9,7 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from fusion_node.client.overview import ModelView, NodeView
-from fusion_node.client.session_core import printable
+from fusion_node.wire import printable
+from p2p.identity import short
+from scheduler.planner import as_ranges
 
 MAX_CELLS = 64
 """Columns of the picture; a model with more layers shares cells, and a cell shows its worst layer."""
@@ -40,7 +42,7 @@ def node_table(nodes: Sequence[NodeView]) -> Table:
         trip = "–" if node.round_trip_ms is None else f"{node.round_trip_ms:.1f}"
         for shard in node.shards:
             table.add_row(
-                f"…{node.peer[-8:]}",
+                short(node.peer),
                 Text(printable(shard.model)),
                 f"{shard.start}:{shard.stop}",
                 Text(printable(shard.numerics)),
@@ -55,7 +57,7 @@ def node_table(nodes: Sequence[NodeView]) -> Table:
 
 def problems(nodes: Sequence[NodeView]) -> list[Text]:
     """One line per node that could not be reached or asked."""
-    return [Text(f"…{n.peer[-8:]}  {printable(n.problem)}", style="red") for n in nodes if n.problem]
+    return [Text(f"{short(n.peer)}  {printable(n.problem)}", style="red") for n in nodes if n.problem]
 
 
 def coverage(model: ModelView) -> Text:
@@ -80,12 +82,4 @@ def coverage(model: ModelView) -> Text:
 
 def uncovered(holders: Sequence[int]) -> list[str]:
     """Ranges ``START:STOP`` without a holder."""
-    ranges: list[list[int]] = []
-    for layer, count in enumerate(holders):
-        if count:
-            continue
-        if ranges and ranges[-1][1] == layer:
-            ranges[-1][1] = layer + 1
-        else:
-            ranges.append([layer, layer + 1])
-    return [f"{start}:{stop}" for start, stop in ranges]
+    return [str(layers) for layers in as_ranges([layer for layer, count in enumerate(holders) if not count])]

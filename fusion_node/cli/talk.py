@@ -31,6 +31,7 @@ from fusion_node.cli.options import (
 )
 from fusion_node.client.sampling import SamplingParams
 from fusion_node.errors import FusionError
+from p2p.identity import short
 
 if TYPE_CHECKING:
     from fusion_node.client.swarm import GenerationStats, SwarmClient
@@ -196,5 +197,5 @@ def summary(stats: GenerationStats) -> str:
     """The statistics of an answer in one line for people."""
     speed = "" if stats.tokens_per_s is None else f", {stats.tokens_per_s:.1f} tokens/s"
     first = "" if stats.time_to_first_token_s is None else f", first token after {stats.time_to_first_token_s:.2f} s"
-    nodes = " → ".join(f"…{stage.peer[-8:]} [{stage.layers}]" for stage in stats.stages)
+    nodes = " → ".join(f"{short(stage.peer)} [{stage.layers}]" for stage in stats.stages)
     return f"{stats.completion_tokens} tokens{speed}{first}, over {nodes}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,7 +47,8 @@ MAX_MEASURED = 64
 log = structlog.get_logger(__name__)
 
 SessionHandler = Callable[[PeerId, AnyMessage, memoryview], None]
-LostHandler = Callable[[PeerId, FusionError], None]
+LostHandler = Callable[[PeerId | None, FusionError], None]
+"""Called with the peer that is gone, or with None when the connection itself is closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,13 @@ class SwarmConnection:
         await self._discovery.start()
 
     async def aclose(self) -> None:
-        """Leaves the swarm."""
+        """Leaves the swarm. What still waits for an answer ends with NoPeers."""
+        error = NoPeers("the connection to the swarm was closed here")
+        for _, on_lost in list(self._sessions.values()):
+            on_lost(None, error)
+        for _, future in list(self._status.values()):
+            if not future.done():
+                future.set_exception(error)
         await self.links.aclose("done")
         await self._discovery.aclose()
 
@@ -142,7 +150,9 @@ class SwarmConnection:
 
     async def measure(self, records: Sequence[NodeRecord]) -> list[MeasuredNode]:
         """Connects to nodes, all at once, and measures their round trips."""
-        return list(await asyncio.gather(*(self._measure(record) for record in records[:MAX_MEASURED])))
+        # By chance: whoever could choose the order could hide everybody else behind MAX_MEASURED of its own.
+        chosen = records if len(records) <= MAX_MEASURED else secrets.SystemRandom().sample(records, MAX_MEASURED)
+        return list(await asyncio.gather(*(self._measure(record) for record in chosen)))
 
     async def status_of(self, node: MeasuredNode) -> dict[str, float]:
         """A connected node's counters, by its own word.

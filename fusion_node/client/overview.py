@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
 
@@ -71,7 +72,7 @@ async def look_around(connection: SwarmConnection, model_id: ModelId | None = No
     """
     records = await connection.find(model_id)
     nodes = await connection.measure(records)
-    views = [await _view(connection, node) for node in sorted(nodes, key=_by_layers)]
+    views = await asyncio.gather(*(_view(connection, node) for node in sorted(nodes, key=_by_layers)))
     return Overview(tuple(views), tuple(_models(views)))
 
 

@@ -21,6 +21,8 @@ class Session:
         self._events: asyncio.Queue[SessionEvent] = asyncio.Queue()
         self._payloads: dict[int, tuple[TensorMeta, memoryview]] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._failure: FusionError | None = None
+        self._num_outstanding = 0
 
     async def __aenter__(self) -> Session:
         self._connection.register(self._core.plan.session, self._on_message, self._on_lost)
@@ -39,16 +41,19 @@ class Session:
         self._end()
 
     @property
-    def num_unanswered(self) -> int:
-        """Steps in flight."""
-        return self._core.num_unanswered
+    def num_outstanding(self) -> int:
+        """Steps sent whose answer has not been taken with next_done, arrived or not."""
+        return self._num_outstanding
 
     def send(self, tensor: TensorMeta, payload: memoryview, *, want_last: bool) -> None:
         """Sends the rows of the next positions. Returns at once.
 
         Raises:
-            PeerError: the first stage is gone.
+            FusionError: what ended the session, or the first stage is gone.
         """
+        if self._failure is not None:
+            raise self._failure
+        self._num_outstanding += 1
         step = self._core.next_step(tensor, want_last=want_last, now=self._now())
         self._connection.links.send(PeerId(self._core.plan.stages[0].peer), step, payload)
         self._pump()
@@ -62,6 +67,7 @@ class Session:
         event = await self._next_event()
         if not isinstance(event, StepDone):
             raise AssertionError("an open session's events are StepDone or Failed")
+        self._num_outstanding -= 1
         tensor, payload = self._payloads.pop(event.sequence)
         return event, tensor, payload
 
@@ -77,11 +83,12 @@ class Session:
         while (event := self._core.next_event()) is not None:
             if isinstance(event, StepDone) and isinstance(message, StepResult):
                 self._payloads[event.sequence] = (message.tensor, payload)
-            self._events.put_nowait(event)
+            self._tell(event)
         self._pump()
 
-    def _on_lost(self, peer: PeerId, error: FusionError) -> None:
-        self._core.link_closed(peer, error)
+    def _on_lost(self, peer: PeerId | None, error: FusionError) -> None:
+        """``peer`` None: all of them, because the connection itself is closed."""
+        self._core.link_closed(peer or PeerId(self._core.plan.stages[0].peer), error)
         self._pump()
 
     def _on_timer(self) -> None:
@@ -95,12 +102,17 @@ class Session:
             except PeerError as error:
                 self._core.link_closed(peer, error)
         while (event := self._core.next_event()) is not None:
-            self._events.put_nowait(event)
+            self._tell(event)
         due = self._core.get_timer()
         if self._timer is not None:
             self._timer.cancel()
         # The event loop's clock is the monotonic one that the core is handed.
         self._timer = None if due is None else self._loop.call_at(due, self._on_timer)
+
+    def _tell(self, event: SessionEvent) -> None:
+        if isinstance(event, Failed):
+            self._failure = event.error
+        self._events.put_nowait(event)
 
     def _end(self) -> None:
         self._core.close()

@@ -30,9 +30,10 @@ from fusion_node.errors import (
     RemoteProtocolError,
 )
 from fusion_node.types import MonotonicS, PeerId
-from fusion_node.wire import printable as printable
+from fusion_node.wire import printable
 from p2p.identity import short
 from p2p.messages import (
+    PEER_LOST,
     SUCCESSOR_UNREACHABLE,
     AnyMessage,
     CloseSession,
@@ -121,16 +122,6 @@ class SessionCore:
         self._last_node = 0
         self._outbox: list[tuple[PeerId, AnyMessage]] = []
         self._events: deque[SessionEvent] = deque()
-
-    @property
-    def num_positions(self) -> int:
-        """KV positions used so far."""
-        return self._last_node
-
-    @property
-    def num_unanswered(self) -> int:
-        """Steps sent and not answered."""
-        return len(self._pending)
 
     def start(self, *, now: MonotonicS) -> None:
         """Asks every stage to reserve."""
@@ -268,7 +259,9 @@ class SessionCore:
         reason = printable(message.reason)
         if message.culprit in self._peers and message.culprit != source:
             culprit = short(message.culprit)
-            return PeerClosed(message.culprit, f"node {culprit} is gone, says node {short(source)}: {reason}")
+            if message.code == PEER_LOST:
+                return PeerClosed(message.culprit, f"node {culprit} is gone, says node {short(source)}: {reason}")
+            return RemoteProtocolError(message.culprit, f"node {culprit} erred, says node {short(source)}: {reason}")
         return PeerRefused(source, f"node {short(source)} ended the session: {reason}")
 
     def _fail(self, error: FusionError) -> None:

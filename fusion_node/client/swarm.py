@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TypeVar
 
 import msgspec
 import structlog
@@ -30,7 +30,7 @@ from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.device import choose_device, prepare_thread, set_threads
 from fusion_node.engine.numerics import NUMERICS, numerics_class
 from fusion_node.engine.tensor_codec import RowsNotFinite, decode_rows, encode_rows
-from fusion_node.errors import ConfigError, ContextTooLong, NoRoute, PeerError, RemoteProtocolError
+from fusion_node.errors import ConfigError, ContextTooLong, NoPeers, NoRoute, PeerError, RemoteProtocolError
 from fusion_node.store import ModelStore, StoredModel
 from fusion_node.types import LayerRange, PeerId
 from p2p.identity import Identity, short
@@ -60,6 +60,8 @@ large ones use the linears better; 256 rows of hidden size 8,192 in float32 are 
 
 CHUNKS_PER_STAGE = 2
 IN_FLIGHT_PER_STAGE = 2
+
+T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
@@ -94,7 +96,7 @@ class GenerationStats:
     decode_s: float = 0.0
     finish_reason: str | None = None
     seed: int = 0
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list, repr=False)
     stages: tuple[StageReport, ...] = ()
 
     @property
@@ -279,15 +281,15 @@ class SwarmClient:
             session, routed = await self._open(stack, len(ids) + max_tokens)
             work = _Work(ids, list(ids), params, stats, routed)
             first_at: float | None = None
-            async with aclosing(self._tokens(session, work, max_tokens)) as tokens:
+            async with aclosing(self._watched(self._tokens(session, work, max_tokens))) as tokens:
                 async for token in tokens:
                     now = time.perf_counter()
                     if first_at is None:
                         first_at, stats.time_to_first_token_s = now, now - began
-                    stats.decode_s = now - first_at
                     if token in self._eos_ids and not params.ignore_eos:
                         stats.finish_reason = "stop"
                         break
+                    stats.decode_s = now - first_at
                     stats.completion_tokens += 1
                     stats.token_ids.append(token)
                     if piece := text.push(token):
@@ -298,6 +300,24 @@ class SwarmClient:
         if piece := text.finish():
             yield piece
         stats.finish_reason = stats.finish_reason or "length"
+
+    async def _watched(self, tokens: AsyncGenerator[int, None]) -> AsyncGenerator[int, None]:
+        """The same tokens; a node that ends them with an error is left out of the next plans."""
+        async with aclosing(tokens):
+            try:
+                async for token in tokens:
+                    yield token
+            except PeerError as error:
+                self._note_failure(error)
+                raise
+
+    async def _on_compute(self, work: Callable[..., T], *arguments: object) -> T:
+        """Runs on the compute thread."""
+        try:
+            future = asyncio.get_running_loop().run_in_executor(self._compute, work, *arguments)
+        except RuntimeError as error:
+            raise NoPeers("the client was closed while it answered") from error
+        return await future
 
     def _encode(self, tokenizer: Tokenizer, prompt: str | Sequence[ChatMessage], plain_fallback: bool) -> list[int]:
         if isinstance(prompt, str):
@@ -331,12 +351,16 @@ class SwarmClient:
                 return await stack.enter_async_context(Session(self.connection, core)), routed
             except PeerError as error:
                 # Nothing has been computed yet, so whatever keeps one node from opening, another may serve.
-                if attempt == MAX_OPEN_ATTEMPTS - 1 or not error.retryable:
+                self._note_failure(error)
+                if attempt == MAX_OPEN_ATTEMPTS - 1:
                     raise
                 log.info("planning again", without=short(error.peer), reason=str(error))
-                self._avoid[PeerId(error.peer)] = time.monotonic() + AVOID_S
-                self._nodes_until = 0.0
         raise AssertionError("not reached")
+
+    def _note_failure(self, error: PeerError) -> None:
+        """The next plans do without that node if they can, and look around anew."""
+        self._avoid[PeerId(error.peer)] = time.monotonic() + AVOID_S
+        self._nodes_until = 0.0
 
     def _plan(self, routed: _Routed, num_positions: int) -> Plan:
         now = time.time()
@@ -367,11 +391,7 @@ class SwarmClient:
         while True:
             records = await self.connection.find(self.model.model_id)
             nodes = await self.connection.measure(records)
-            now = time.monotonic()
-            route = self._choose([n for n in nodes if self._avoid.get(n.peer, 0.0) < now], num_positions)
-            if isinstance(route, Uncovered):
-                # Rather a node that failed a moment ago than none: it may have been our link that was at fault.
-                route = self._choose(nodes, num_positions)
+            route = self._choose(nodes, num_positions)
             if isinstance(route, _Routed):
                 # Those that could not be reached are looked for anew next time: they are not part of what is known.
                 self._nodes = [node for node in nodes if node.round_trip_s is not None]
@@ -382,6 +402,13 @@ class SwarmClient:
             await asyncio.sleep(ROUTE_RETRY_S)
 
     def _choose(self, nodes: Sequence[MeasuredNode], num_positions: int) -> _Routed | Uncovered:
+        """Rather with a node that failed a moment ago than not at all: it may have been our link that was at fault."""
+        now = time.monotonic()
+        trusted = [node for node in nodes if self._avoid.get(node.peer, 0.0) < now]
+        route = self._choose_among(trusted, num_positions)
+        return self._choose_among(nodes, num_positions) if isinstance(route, Uncovered) else route
+
+    def _choose_among(self, nodes: Sequence[MeasuredNode], num_positions: int) -> _Routed | Uncovered:
         candidates = [
             Candidate(
                 peer=node.peer,
@@ -427,16 +454,13 @@ class SwarmClient:
         return message
 
     async def _tokens(self, session: Session, work: _Work, max_tokens: int) -> AsyncGenerator[int, None]:
-        loop = asyncio.get_running_loop()
         boundary, _ = await self._loaded()
         done, tensor, payload = await self._prefill(session, work, boundary)
         for index in range(max_tokens):
             work.note(done)
             is_last = index == max_tokens - 1
             try:
-                token, rows = await loop.run_in_executor(
-                    self._compute, self._advance, boundary, work, tensor, payload, is_last
-                )
+                token, rows = await self._on_compute(self._advance, boundary, work, tensor, payload, is_last)
             except _RowRefused as error:
                 peer = work.routed.stages[-1][0].peer
                 raise RemoteProtocolError(peer, f"node {short(peer)} returned a bad row: {error}") from error
@@ -452,14 +476,13 @@ class SwarmClient:
         num_stages = len(work.routed.stages)
         size = -(-len(work.prompt_ids) // (CHUNKS_PER_STAGE * num_stages))
         size = min(max(size, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS)
-        loop = asyncio.get_running_loop()
         for start in range(0, len(work.prompt_ids), size):
             chunk = work.prompt_ids[start : start + size]
-            tensor, payload = await loop.run_in_executor(self._compute, self._embed, boundary, chunk)
-            while session.num_unanswered >= IN_FLIGHT_PER_STAGE * num_stages:
+            tensor, payload = await self._on_compute(self._embed, boundary, chunk)
+            while session.num_outstanding >= IN_FLIGHT_PER_STAGE * num_stages:
                 work.note((await session.next_done())[0])
             session.send(tensor, payload, want_last=start + size >= len(work.prompt_ids))
-        while session.num_unanswered > 1:
+        while session.num_outstanding > 1:
             work.note((await session.next_done())[0])
         return await session.next_done()
 
@@ -491,8 +514,8 @@ class _RowRefused(Exception):
 class _Work:
     """What one answer carries from step to step."""
 
-    prompt_ids: list[int]
-    all_ids: list[int]
+    prompt_ids: list[int] = field(repr=False)
+    all_ids: list[int] = field(repr=False)
     params: SamplingParams
     stats: GenerationStats
     routed: _Routed

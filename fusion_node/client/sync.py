@@ -30,15 +30,30 @@ class SyncGeneration:
             return await anext(pieces, None)
 
         try:
-            while (piece := asyncio.run_coroutine_threadsafe(following(), self._loop).result()) is not None:
+            while (piece := _wait(following(), self._loop)) is not None:
                 yield piece
         finally:
-            # Also when the caller leaves the loop early: the session on the nodes is freed at once.
-            asyncio.run_coroutine_threadsafe(self._generation.aclose(), self._loop).result()
+            # Also when the caller leaves the loop early: the session on the nodes is freed at once. A client that was
+            # closed has done so.
+            if not self._loop.is_closed():
+                _wait(self._generation.aclose(), self._loop)
 
     def text(self) -> str:
         """The whole answer."""
         return "".join(self)
+
+
+def _wait(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> T:
+    """Runs on the loop's thread. When the wait is interrupted, as by Ctrl-C, the work is ended before that goes on."""
+    future = asyncio.run_coroutine_threadsafe(work, loop)
+    try:
+        return future.result()
+    except BaseException:
+        if not future.done():
+            future.cancel()
+            # The concurrent future is cancelled at once, its task a little later: a turn of the loop after it.
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()
+        raise
 
 
 class SyncSwarmClient:
@@ -96,7 +111,7 @@ class SyncSwarmClient:
         return await SwarmClient(self._model, **self._settings).__aenter__()
 
     def _call(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        return _wait(work, self._loop)
 
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

@@ -1,6 +1,7 @@
 """Which sessions a node serves: reservation before use, leases that expire, and who may send what.
 
-Guarantees: the reserved KV of all sessions together never exceeds the budget; a session is opened only by the user who
+Guarantees: the reserved KV of all sessions together never exceeds the budget (a cache that grows holds its old and its
+new tensor for a moment, which the budget does not count); a session is opened only by the user who
 signed its plan, and only for layers that this node holds; steps are taken only from the peer that the plan puts in
 front; an unused session is forgotten when its lease runs out.
 
@@ -182,8 +183,8 @@ class Admission:
         return min((s.lease_until for s in self._sessions.values()), default=None)
 
     def handle_timer(self, *, now: MonotonicS) -> list[Session]:
-        """Drops and returns the sessions whose lease has run out."""
-        expired = [s for s in self._sessions.values() if s.lease_until <= now]
+        """Drops and returns the sessions whose lease has run out and that wait for nothing of ours."""
+        expired = [s for s in self._sessions.values() if s.lease_until <= now and s.num_queued_rows == 0]
         for session in expired:
             self.drop(session)
         return expired

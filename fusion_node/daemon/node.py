@@ -22,7 +22,7 @@ import structlog
 from fusion_node.daemon.config import NodeConfig
 from fusion_node.errors import ConfigError
 from fusion_node.store import ModelStore
-from p2p.addresses import check_bindable, parse_listen
+from p2p.addresses import check_bindable, parse_announce, parse_listen
 from p2p.discovery import Discovery, DiscoveryConfig
 from p2p.identity import Identity
 from p2p.local_nodes import registered, running
@@ -105,6 +105,11 @@ class _Starter:
         if config.layers is not None:
             config.layers.check_within(model.num_layers)
         host, port = parse_listen(config.listen)
+        for text, named in ((config.listen, port), *((text, parse_announce(text)[1]) for text in config.announce)):
+            if named == 65535:
+                raise ConfigError(
+                    f"{text!r} leaves no port for the data plane, which takes the next one: name a lower one"
+                )
         if port:
             # Before seconds go into loading: the data plane binds it only after that.
             check_bindable(host, port + 1)

@@ -27,6 +27,7 @@ from fusion_node.types import MonotonicS, PeerId, UnixS
 from p2p.identity import short
 from p2p.links import LinkPool
 from p2p.messages import (
+    PEER_LOST,
     AnyMessage,
     CloseSession,
     OpenSession,
@@ -64,6 +65,7 @@ class _OnDevice:
 class _Computed:
     tensor: TensorMeta
     payload: memoryview
+    returned: tuple[int, ...]
     began_us: int
     compute_us: int
 
@@ -127,7 +129,7 @@ class NodeServer:
             case Step():
                 self._take_step(peer, message, payload)
             case OpenSession():
-                self._spawn_open(peer, message)
+                self._open(peer, message)
             case CloseSession():
                 session = self._admission.close(message.session, epoch=message.epoch, source=peer)
                 if session is not None:
@@ -142,7 +144,7 @@ class NodeServer:
     def on_closed(self, peer: PeerId, error: FusionError) -> None:
         """A peer is gone: what cannot go on without it ends, and its user is told who is missing."""
         for session in self._admission.touching(peer):
-            self._end(session, "peer-lost", str(error), culprit=peer)
+            self._end(session, PEER_LOST, str(error), culprit=peer)
 
     # sessions
 
@@ -163,12 +165,8 @@ class NodeServer:
         # The thread ends with the step it is in: a process that exits in the middle of one may crash.
         self._device.shutdown(wait=False, cancel_futures=True)
 
-    def _spawn_open(self, peer: PeerId, message: OpenSession) -> None:
-        task = asyncio.get_running_loop().create_task(self._open(peer, message))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _open(self, peer: PeerId, message: OpenSession) -> None:
+    def _open(self, peer: PeerId, message: OpenSession) -> None:
+        """Admits a session in the call that read the message, so that a close that follows finds it."""
         plan = open_plan(message.plan, now=UnixS(self._unix_clock()))
         if isinstance(plan, Refusal):
             self._admission.refused[f"plan-{plan.value}"] += 1
@@ -187,17 +185,20 @@ class NodeServer:
             self._give_back(session, message, Refused(RefusalCode.NO_MEMORY, "the device has no memory left"))
             return
         self._on_device[session.key] = _OnDevice(session, stage, kv)
-        if not session.is_last and not await self._connect_successor(session, plan, message):
-            return
-        if not self._is_open(session):
-            return  # closed while we were dialling
+        if session.is_last:
+            self._confirm(session, message)
+        else:
+            task = asyncio.get_running_loop().create_task(self._connect_successor(session, plan, message))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _confirm(self, session: Session, message: OpenSession) -> None:
         self.counters["sessions"] += 1
         log.info("session opened", session=session.key.hex()[:8], user=short(session.user), layers=str(session.layers))
-        self._send(
-            peer, SessionOpened(message.session, message.epoch, message.stage, session.lease_until - self._now())
-        )
+        lease_s = session.lease_until - self._now()
+        self._send(session.user, SessionOpened(message.session, message.epoch, message.stage, lease_s))
 
-    async def _connect_successor(self, session: Session, plan: Plan, message: OpenSession) -> bool:
+    async def _connect_successor(self, session: Session, plan: Plan, message: OpenSession) -> None:
         place = plan.stages[session.stage + 1]
         pool = self._require_pool()
         try:
@@ -207,8 +208,9 @@ class NodeServer:
             # Not why: whoever writes the plan chooses the addresses, and would have us explore our network for them.
             reason = f"the next stage {short(session.next)} cannot be reached from here"
             self._give_back(session, message, Refused(RefusalCode.SUCCESSOR_UNREACHABLE, reason))
-            return False
-        return True
+            return
+        if self._is_open(session):  # not closed while we were dialling
+            self._confirm(session, message)
 
     def _give_back(self, session: Session, message: OpenSession, refused: Refused) -> None:
         """Refuses a session that was admitted, unless its user has closed it meanwhile."""
@@ -294,6 +296,7 @@ class NodeServer:
 
         def compute() -> _Outcome:
             began_us = _now_us()
+            returned: tuple[int, ...] = ()
             if not self._is_open(session):
                 return None
             try:
@@ -304,8 +307,9 @@ class NodeServer:
             live = hidden if is_whole else hidden[list(rows.live_rows)]
             (out,) = on_device.stage.forward([StepInput(on_device.kv, rows, live)])
             if last:
-                wanted = [rows.nodes.index(node) for node in message.want if node in rows.nodes]
-                out = out[wanted]
+                row_of = {node: row for row, node in enumerate(rows.nodes)}
+                returned = tuple(node for node in message.want if node in row_of)
+                out = out[[row_of[node] for node in returned]]
             elif not is_whole:
                 # Dead rows keep their place, so that every stage reads the same table of nodes.
                 padded = out.new_zeros((message.tensor.num_rows, out.shape[1]))
@@ -316,7 +320,7 @@ class NodeServer:
             except RowsNotFinite as error:
                 # Of finite rows. Passed on, they would be held against this node; whose fault it is nobody can say.
                 return _Unfit("overflow", f"{error} in layers {session.layers}", is_senders=False)
-            return _Computed(tensor, encoded, began_us, _now_us() - began_us)
+            return _Computed(tensor, encoded, returned, began_us, _now_us() - began_us)
 
         future = asyncio.get_running_loop().run_in_executor(self._device, compute)
         self._running.add(future)
@@ -350,6 +354,8 @@ class NodeServer:
             culprit = session.previous if computed.is_senders else ""
             self._end(session, computed.code, computed.reason, culprit=culprit)
             return
+        # Also now: a step of many rows on a slow device takes longer than a lease lasts.
+        self._admission.renew(session, now=self._now())
         self.counters["steps"] += 1
         self.counters["rows"] += len(rows.live_rows)
         self.counters["compute_us"] += computed.compute_us
@@ -357,14 +363,15 @@ class NodeServer:
         timings = (*message.timings, timing)
         forward: AnyMessage
         if session.is_last:
-            nodes = tuple(node for node in message.want if node in rows.nodes)
-            forward = StepResult(session.key, message.epoch, message.sequence, nodes, computed.tensor, timings)
+            forward = StepResult(
+                session.key, message.epoch, message.sequence, computed.returned, computed.tensor, timings
+            )
         else:
             forward = msgspec.structs.replace(message, tensor=computed.tensor, timings=timings)
         try:
             self._require_pool().send(session.next, forward, computed.payload)
         except PeerError as error:
-            self._end(session, "peer-lost", str(error), culprit=session.next)
+            self._end(session, PEER_LOST, str(error), culprit=session.next)
         except FusionError as error:
             log.error("rows cannot be sent", error=type(error).__name__)
             self._end(session, "internal", "an error inside the node", culprit="")

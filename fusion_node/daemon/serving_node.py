@@ -26,12 +26,14 @@ from p2p.discovery import DiscoveryService
 from p2p.identity import Identity
 from p2p.links import LinkPool
 from p2p.records import PROTOCOL_VERSION, NodeRecord, ShardRecord, sign_record
-from p2p.websocket import WebSocketNetwork
+from p2p.websocket import WebSocketNetwork, join_address
 from scheduler.placement import choose_layers
 
 RECORD_TTL_S = 60.0
 ANNOUNCE_INTERVAL_S = 20.0
 """A third of the record's life: two announcements may be lost before the node is forgotten."""
+
+RECORD_REUSE_S = 1.0
 
 DRAIN_S = 5.0
 """How long a node that is told to stop waits for the steps that are running."""
@@ -84,7 +86,10 @@ async def load_shard(config: NodeConfig, model: StoredModel, discovery: Discover
         layers = await _choose_layers(discovery, model, per_layer_bytes, free_memory_bytes(device), bool(config.peers))
     log.info("loading", model=model.name, layers=str(layers), device=describe_device(device), threads=threads)
     began = time.perf_counter()
-    stage = await asyncio.to_thread(Stage.load, model, layers, numerics=numerics, device=device)
+    told = _Progress(_layer_bytes(model, numerics.dtype.itemsize) * len(layers))
+    stage = await asyncio.to_thread(
+        Stage.load, model, layers, numerics=numerics, device=device, on_tensor=told.on_tensor
+    )
     seconds_per_layer = await asyncio.to_thread(stage.measure_seconds_per_layer)
     log.info(
         "loaded",
@@ -93,6 +98,23 @@ async def load_shard(config: NodeConfig, model: StoredModel, discovery: Discover
         ms_per_layer=round(1000 * seconds_per_layer, 2),
     )
     return Shard(model, stage, seconds_per_layer)
+
+
+class _Progress:
+    """Logs every tenth of the weights, once loading takes longer than a person waits without wondering."""
+
+    def __init__(self, total_bytes: int) -> None:
+        self._total_bytes = max(total_bytes, 1)
+        self._loaded_bytes = 0
+        self._told_tenths = 0
+        self._began = time.monotonic()
+
+    def on_tensor(self, _: str, num_bytes: int) -> None:
+        self._loaded_bytes += num_bytes
+        tenths = 10 * self._loaded_bytes // self._total_bytes
+        if tenths > self._told_tenths and time.monotonic() - self._began > 2.0:
+            self._told_tenths = tenths
+            log.info("loading", percent=min(10 * tenths, 100))
 
 
 async def _choose_layers(
@@ -146,7 +168,9 @@ class ServingNode:
         self._device_name = describe_device(stage.device)
         self._data_addresses: tuple[str, ...] = ()
         self._last_sequence = 0
-        self._server = NodeServer(stage, admission, own_record=self._signed_record)
+        self._record = b""
+        self._record_made_at = -math.inf
+        self._server = NodeServer(stage, admission, own_record=self._own_record)
         self._pool = LinkPool(
             WebSocketNetwork(identity),
             identity.peer_id,
@@ -168,20 +192,17 @@ class ServingNode:
 
     async def listen(self, host: str, port: int) -> None:
         """Opens the data plane, then tells the swarm."""
-        bound = await self._pool.listen(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")
-        bound_port = bound.rpartition(":")[2]
-        self._data_addresses = tuple(
-            f"[{name}]:{bound_port}" if ":" in name else f"{name}:{bound_port}" for name in dialable_hosts(host)[:8]
-        )
-        announced = [parse_announce(text) for text in self._config.announce]
-        self._data_addresses += tuple(
-            f"[{name}]:{port + 1}" if ":" in name else f"{name}:{port + 1}" for name, port in announced
-        )
-        self._data_addresses = self._data_addresses[-8:]
+        bound = await self._pool.listen(join_address(host, port))
+        bound_port = int(bound.rpartition(":")[2])
+        forwarded = [parse_announce(text) for text in self._config.announce]
+        addresses = [join_address(name, bound_port) for name in dialable_hosts(host)]
+        addresses += [join_address(name, port + 1) for name, port in forwarded]
+        self._data_addresses = tuple(addresses[-8:])
         await self._announce()
 
     async def serve(self, stop: asyncio.Event) -> None:
         """Announces and expires until told to stop."""
+        announcing: asyncio.Task[None] | None = None
         next_announce = time.monotonic() + ANNOUNCE_INTERVAL_S
         while not stop.is_set():
             with contextlib.suppress(TimeoutError):
@@ -190,7 +211,12 @@ class ServingNode:
             self._server.expire()
             if time.monotonic() >= next_announce:
                 next_announce = time.monotonic() + ANNOUNCE_INTERVAL_S
-                await self._announce()
+                # Beside the loop: a slow swarm must not keep leases from ending, nor the node from stopping.
+                if announcing is None or announcing.done():
+                    announcing = asyncio.create_task(self._announce())
+        if announcing is not None:
+            announcing.cancel()
+            await asyncio.gather(announcing, return_exceptions=True)
 
     async def leave(self) -> None:
         """Withdraws the record, finishes or hands back what runs, closes everything."""
@@ -212,6 +238,12 @@ class ServingNode:
         except FusionError as error:
             # The next announcement is seconds away; sessions do not depend on this one.
             log.warning("announcement failed", reason=str(error))
+
+    def _own_record(self) -> bytes:
+        """For whoever asks: made at most once a second, because strangers may ask as often as they like."""
+        if time.monotonic() - self._record_made_at > RECORD_REUSE_S:
+            self._record, self._record_made_at = self._signed_record(), time.monotonic()
+        return self._record
 
     def _signed_record(self, *, leaving: bool = False) -> bytes:
         now = time.time()

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from fusion_node.engine.attention import ATTENTION_NAME
 from fusion_node.engine.numerics import NumericsClass
-from fusion_node.engine.weights import OnTensor, TensorSource, assign_weights, load_config
+from fusion_node.engine.weights import TensorSource, assign_weights, load_config
 
 
 class Boundary:
@@ -32,7 +32,6 @@ class Boundary:
         *,
         numerics: NumericsClass,
         device: torch.device,
-        on_tensor: OnTensor | None = None,
     ) -> Boundary:
         """Reads embedding, norm and head, none of the layers.
 
@@ -48,7 +47,7 @@ class Boundary:
         tied = bool(config.tie_word_embeddings)
         if tied:
             model.lm_head = torch.nn.Identity()
-        assign_weights(model, source, lambda name: name, dtype=numerics.dtype, device=device, on_tensor=on_tensor)
+        assign_weights(model, source, lambda name: name, dtype=numerics.dtype, device=device)
         if tied:
             model.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
             model.lm_head.weight = model.model.embed_tokens.weight

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
+from collections.abc import Iterator
 
 import psutil
 import torch
 
-from fusion_node.errors import ConfigError
+from fusion_node.errors import ConfigError, ResourceExhausted
 
 
 def choose_device(name: str = "auto") -> torch.device:
@@ -43,6 +45,20 @@ def free_memory_bytes(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return free
     return int(psutil.virtual_memory().available)
+
+
+@contextlib.contextmanager
+def memory_errors(message: str) -> Iterator[None]:
+    """Turns what torch raises when a device is full into ResourceExhausted with that message.
+
+    On the CPU there is no class for it, only the allocator's words.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+            raise ResourceExhausted(message) from error
+        raise
 
 
 def prepare_thread() -> None:

@@ -15,11 +15,12 @@ import torch
 from transformers import AutoModel, PretrainedConfig
 
 from fusion_node.engine.attention import ATTENTION_NAME, PackedBatch, Segment
+from fusion_node.engine.device import memory_errors
 from fusion_node.engine.kv_cache import SessionKV
 from fusion_node.engine.numerics import NumericsClass
 from fusion_node.engine.session_log_core import StepRows
 from fusion_node.engine.weights import OnTensor, TensorSource, assign_weights, load_config
-from fusion_node.errors import InvalidLayers, ResourceExhausted
+from fusion_node.errors import InvalidLayers
 from fusion_node.types import LayerRange
 
 
@@ -91,12 +92,8 @@ class Stage:
             _, index, rest = name.split(".", 2)
             return f"model.layers.{layers.start + int(index)}.{rest}"
 
-        try:
+        with memory_errors(f"layers {layers} of {source.name} do not fit on {device}: serve fewer with --layers"):
             num_bytes = assign_weights(model, source, rename, dtype=numerics.dtype, device=device, on_tensor=on_tensor)
-        except torch.OutOfMemoryError as error:
-            raise ResourceExhausted(
-                f"layers {layers} of {source.name} do not fit on {device}: serve fewer layers with --layers"
-            ) from error
         model.eval()
         return cls(model, config=config, layers=layers, numerics=numerics, device=device, num_weight_bytes=num_bytes)
 
@@ -140,7 +137,7 @@ class Stage:
         Raises:
             ResourceExhausted: the device has no room even for its beginning.
         """
-        try:
+        with memory_errors(f"no memory left on {self.device} for a session's KV"):
             return SessionKV(
                 num_layers=len(self.layers),
                 first_layer=self._first_kv_layer,
@@ -150,8 +147,6 @@ class Stage:
                 dtype=self.numerics.dtype,
                 device=self.device,
             )
-        except torch.OutOfMemoryError as error:
-            raise ResourceExhausted(f"no memory left on {self.device} for a session's KV") from error
 
     @torch.inference_mode()
     def forward(self, batch: Sequence[StepInput]) -> list[torch.Tensor]:
@@ -163,11 +158,18 @@ class Stage:
         Raises:
             ResourceExhausted: the device has no room for the KV.
         """
-        try:
+        for item in batch:
+            if item.step.move is not None:
+                item.kv.move(item.step.move)
+        # An entry of the log may leave no row alive: it is applied, and computes nothing.
+        alive = [item for item in batch if item.step.live_rows]
+        outputs = iter(self._forward(alive) if alive else ())
+        return [next(outputs) if item.step.live_rows else item.rows_TD[:0] for item in batch]
+
+    def _forward(self, batch: Sequence[StepInput]) -> list[torch.Tensor]:
+        with memory_errors(f"no memory left on {self.device} for this step"):
             segments, start = [], 0
             for item in batch:
-                if item.step.move is not None:
-                    item.kv.move(item.step.move)
                 stop = start + len(item.step.live_rows)
                 num_slots = item.step.first_slot + len(item.step.live_rows)
                 item.kv.reserve(num_slots)
@@ -183,8 +185,6 @@ class Stage:
                 use_cache=False,
                 batch=PackedBatch(tuple(segments)),
             ).last_hidden_state
-        except torch.OutOfMemoryError as error:
-            raise ResourceExhausted(f"no memory left on {self.device} for this step") from error
         return [hidden_1TD[0, s.start : s.stop] for s in segments]
 
     def measure_seconds_per_layer(self, *, num_tokens: int = 1, rounds: int = 3) -> float:

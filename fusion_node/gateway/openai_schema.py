@@ -76,6 +76,9 @@ class ContentPart(Struct, frozen=True):
     type: Annotated[str, Meta(max_length=64)]
     text: str | None = None
 
+    def __repr__(self) -> str:
+        return "ContentPart(…)"  # what people write is in no log, not even by accident
+
 
 class Message(Struct, frozen=True):
     """One message. Fields that only an answer carries (refusal, annotations) may be sent back, and are ignored."""
@@ -85,6 +88,9 @@ class Message(Struct, frozen=True):
     tool_calls: Raw | UnsetType = UNSET
     function_call: Raw | UnsetType = UNSET
     audio: Raw | UnsetType = UNSET
+
+    def __repr__(self) -> str:
+        return f"Message(role={self.role!r}, …)"
 
 
 class StreamOptions(Struct, frozen=True):

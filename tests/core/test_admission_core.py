@@ -172,6 +172,16 @@ def test_lease_ends_unless_a_step_renews_it() -> None:
     assert node.free_positions == node.max_positions
 
 
+def test_lease_does_not_end_while_rows_wait_for_the_device() -> None:
+    node = admission()
+    session = open_(node, plan())
+    assert isinstance(session, Session)
+    session.num_queued_rows = 256
+    assert node.handle_timer(now=MonotonicS(T0 + 2 * LEASE_S)) == []
+    session.num_queued_rows = 0
+    assert node.handle_timer(now=MonotonicS(T0 + 2 * LEASE_S)) == [session]
+
+
 def test_session_that_was_opened_anew_is_not_dropped_for_its_predecessor() -> None:
     node = admission()
     first = open_(node, plan())

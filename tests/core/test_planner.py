@@ -101,3 +101,10 @@ def test_random_small_cases_are_near_the_exhaustive_optimum(specs: list[tuple[in
         assert [s.layers.start for s in route.stages] == [0, *[s.layers.stop for s in route.stages][:-1]]
         assert len({s.peer for s in route.stages}) == len(route.stages)
         assert best - 1e-9 <= route.seconds_per_token <= best * 1.25 + 1e-9
+
+
+def test_ranges_of_one_peer_that_touch_are_one_and_separate_ones_make_no_wrong_route() -> None:
+    route = plan(node("p", 0, 10), node("p", 10, 20), node("q", 20, 30))
+    assert isinstance(route, Route)
+    assert [(s.peer, str(s.layers)) for s in route.stages] == [("p", "0:20"), ("q", "20:30")]
+    assert isinstance(plan(node("p", 0, 10), node("q", 10, 20), node("p", 20, 30)), Uncovered)

@@ -182,3 +182,17 @@ def test_first_step_on_a_new_thread_has_the_bits_of_all_later_ones() -> None:
             assert len({device.submit(bits).result() for _ in range(3)}) == 1
     finally:
         torch.set_num_threads(before)
+
+
+def test_step_whose_rows_are_all_dead_is_applied_and_computes_nothing() -> None:
+    pipe = Pipeline(tiny_model("llama"))
+    seq = pipe.session()
+    pipe.step((seq, [5, 6], [0, 1], 2))
+    pipe.step((seq, [7, 8], [2, 2], 0))
+    # Its row hangs on node 3, and it advances to node 4: nothing of it lives. The other session computes as ever.
+    other = pipe.session()
+    dead, alive = pipe.step((seq, [9], [3], 4), (other, [5, 6, 7], [0, 1, 2], 3))
+    assert len(dead) == 0
+    close(alive[-1], pipe.reference([5, 6, 7]))
+    (logits,) = pipe.step((seq, [10], [4], 6))
+    close(logits[-1], pipe.reference([5, 6, 8, 10]))

@@ -69,6 +69,8 @@ def small_node(
         (MODEL, ("--layers", "ten"), 4, "write START:STOP"),
         (MODEL, ("--layers", "0:1", "--listen", "nowhere"), 2, "HOST:PORT"),
         (MODEL, ("--layers", "0:1", "--listen", "203.0.113.7:0"), 2, "cannot listen"),
+        (MODEL, ("--layers", "0:1", "--listen", "127.0.0.1:65535"), 2, "leaves no port"),
+        (MODEL, ("--layers", "0:1", "--announce", "0.0.0.0:4600"), 2, "others can dial"),
         (MODEL, ("--layers", "0:1", "--peer", "/ip4/127.0.0.1"), 2, "not a peer address"),
         (MODEL, ("--layers", "0:1", "--numerics", "int3"), 2, "choose one of"),
         (MODEL, ("--layers", "0:1", "--device", "abacus"), 2, "abacus"),

@@ -27,6 +27,7 @@ from p2p.messages import (
     MAX_NODES_PER_STEP,
     AnyMessage,
     CloseSession,
+    OpenSession,
     SessionClosed,
     SessionFailed,
     SessionOpened,
@@ -675,3 +676,16 @@ async def test_status_is_answered_while_the_device_is_busy(swarm: MemorySwarm) -
         assert counters["link.peers"] == 1
         stage.gate.set()
         await session.next_done()
+
+
+async def test_close_that_follows_an_open_in_the_same_read_frees_the_session(
+    swarm: MemorySwarm, nodes: list[Node]
+) -> None:
+    user = swarm.stranger()
+    plan = swarm.plan(user.peer, nodes)
+    for index, node in enumerate(nodes):
+        node.server.on_frame(
+            user.peer, OpenSession(plan.session, plan.epoch, index, sign_plan(plan, user.identity)), memoryview(b"")
+        )
+        node.server.on_frame(user.peer, CloseSession(plan.session, plan.epoch), memoryview(b""))
+        assert node.num_sessions == 0
