@@ -128,7 +128,8 @@ class _Starter:
             stack.push_async_callback(discovery.aclose)
             await discovery.start()
             log.info("listening", peer=identity.peer_id, addresses=discovery.addresses)
-            stack.enter_context(registered(store.home / "run", identity.peer_id, discovery.addresses))
+            if config.mdns:
+                stack.enter_context(registered(store.home / "run", identity.peer_id, discovery.addresses))
             await asyncio.to_thread(importlib.import_module, "fusion_node.daemon.serving_node")
             from fusion_node.daemon.serving_node import ServingNode, load_shard
 

@@ -187,6 +187,10 @@ async def failure_of(user: SwarmClient, hurt: Callable[[], None], *, within_s: f
     return error.value, took_s
 
 
+async def test_nodes_without_mdns_are_not_written_down_for_this_machine(three_nodes: Nodes, test_home: Path) -> None:
+    assert [node.peer for node in three_nodes.current if (test_home / "run" / f"{node.peer}.json").exists()] == []
+
+
 @pytest.mark.parametrize("index", [2, 1, 0])
 async def test_killed_node_is_named_at_once_and_a_replacement_serves_the_next_answer(
     user: SwarmClient, three_nodes: Nodes, index: int
