@@ -3,10 +3,10 @@
 Guarantees: a peer that sends anything at all, be it one segment of a long frame, is never called dead; a peer from
 which nothing comes is called dead DEAD_AFTER_S after the last sign of life, at most one call of ``handle_timer`` later.
 
-Assumes: both sides run this, so each sends something at least every PING_AFTER_S. The shell calls ``handle_timer`` no
-later than ``get_timer`` says, and reports its own absence (suspension, a blocked event loop) with ``handle_absence``:
-what could not be read is no evidence against the peer. The peer cannot foretell the numbers of ``random``: it could
-else send a pong ahead of its ping, and appear to be nearer than it is.
+Assumes: both sides run this, so each sends something at least every PING_AFTER_S. The shell calls ``handle_timer``
+several times within PING_AFTER_S, and reports its own absence (suspension, a blocked event loop) with
+``handle_absence``: what could not be read is no evidence against the peer. ``draw_number`` gives 32 bits
+that the peer cannot foretell: it could else send a pong ahead of its ping, and appear to be nearer than it is.
 
 States: alive; suspect, from SUSPECT_AFTER_S of silence on; dead, for good.
 
@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from random import Random
 
 from p2p.messages import Ping
 
@@ -43,9 +43,6 @@ MAX_OUTSTANDING_PINGS = 16
 RECENT_ROUND_TRIPS = 8
 """Samples of which the smallest is the best estimate: what is added to it is queueing, on either side."""
 
-_EWMA_GAIN = 1 / 8
-"""As TCP's smoothed round trip (RFC 6298 §2.3)."""
-
 
 class Liveness(enum.Enum):
     """What silence says about the peer."""
@@ -61,8 +58,7 @@ class Heartbeat:
 
     last_heard: float
     last_sent: float
-    random: Random
-    smoothed_s: float | None = None
+    draw_number: Callable[[], int]
     _recent_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_ROUND_TRIPS))
     _outstanding: dict[int, float] = field(default_factory=dict)
     _last_ping: float | None = None
@@ -78,9 +74,9 @@ class Heartbeat:
 
     def ping(self, now: float) -> Ping:
         """A ping to send now."""
-        number = self.random.getrandbits(32)
+        number = self.draw_number()
         while number in self._outstanding:
-            number = self.random.getrandbits(32)
+            number = self.draw_number()
         self._outstanding[number] = now
         if len(self._outstanding) > MAX_OUTSTANDING_PINGS:
             del self._outstanding[next(iter(self._outstanding))]
@@ -96,8 +92,6 @@ class Heartbeat:
             return None
         round_trip_s = max(0.0, now - sent_at)
         self._recent_s.append(round_trip_s)
-        before = self.smoothed_s
-        self.smoothed_s = round_trip_s if before is None else before + _EWMA_GAIN * (round_trip_s - before)
         return round_trip_s
 
     def best_s(self) -> float | None:
@@ -110,10 +104,6 @@ class Heartbeat:
         if self._dead or silence_s >= DEAD_AFTER_S:
             return Liveness.DEAD
         return Liveness.SUSPECT if silence_s >= SUSPECT_AFTER_S else Liveness.ALIVE
-
-    def get_timer(self) -> float:
-        """When ``handle_timer`` is due next."""
-        return min(self._next_ping(), self.last_heard + DEAD_AFTER_S)
 
     def handle_timer(self, now: float) -> Ping | None:
         """The ping that is due, if any. Look at ``liveness`` afterwards."""

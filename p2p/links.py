@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
+import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import structlog
 
@@ -126,7 +127,6 @@ class LinkPool:
         self._on_closed = on_closed
         self._is_needed = is_needed
         self._clock = clock
-        self._random = random.SystemRandom()
         self._max_links = max_links
         self._max_queue_bytes = max_queue_bytes
         self._max_unfinished_bytes = max_unfinished_bytes
@@ -196,10 +196,6 @@ class LinkPool:
         """Whether ``send`` would find a link."""
         return peer in self._links
 
-    def connected(self) -> list[PeerId]:
-        """The peers with a link."""
-        return list(self._links)
-
     def send(self, peer: PeerId, message: AnyMessage, payload: bytes | bytearray | memoryview = b"") -> None:
         """Sends one frame, at once or as soon as those before it are written. Never waits.
 
@@ -215,15 +211,6 @@ class LinkPool:
         except KeyError as error:
             raise PeerUnreachable(peer, f"there is no link with peer {short(peer)}") from error
         self._post(entry, message, payload)
-
-    async def drain(self, peer: PeerId) -> None:
-        """Returns when what was sent to ``peer`` is written.
-
-        Raises:
-            PeerUnreachable: there is no link with this peer.
-            PeerClosed: the link closed before.
-        """
-        await self._entry(peer).link.drain()
 
     async def round_trip(self, peer: PeerId) -> float:
         """Measures the round trip now; seconds.
@@ -251,15 +238,6 @@ class LinkPool:
         entries = self._links.get(peer)
         return entries[0].heartbeat.best_s() if entries else None
 
-    def liveness(self, peer: PeerId) -> Liveness:
-        """What the peer's silence means; DEAD when there is no link."""
-        entries = self._links.get(peer)
-        if not entries:
-            return Liveness.DEAD
-        now = self._clock()
-        self._look(entries[0], now)
-        return entries[0].heartbeat.liveness(now)
-
     @property
     def counters(self) -> Mapping[str, int]:
         """Frames and bytes in both directions since the start, links now, and refusals as ``refused_REASON``."""
@@ -277,13 +255,6 @@ class LinkPool:
             "peers": len(self._links),
             **{f"refused_{reason}": count for reason, count in sorted(refused.items())},
         }
-
-    async def close_peer(self, peer: PeerId, reason: str) -> None:
-        """Says goodbye to one peer and closes its links; ``on_closed`` follows with PeerClosed."""
-        for entry in list(self._links.get(peer, ())):
-            entry.reason = PeerClosed(peer, f"the link with peer {short(peer)} was closed here: {reason}")
-            await self._say_goodbye(entry, reason)
-            await entry.link.aclose()
 
     async def aclose(self, reason: str = "") -> None:
         """Says goodbye to everybody, lets the queues run dry for GOODBYE_S, and closes. Safe to call twice."""
@@ -416,7 +387,7 @@ class LinkPool:
 
     def _add(self, link: Link, address: str | None) -> _PooledLink:
         now = self._clock()
-        heartbeat = Heartbeat(last_heard=now, last_sent=now, random=self._random)
+        heartbeat = Heartbeat(last_heard=now, last_sent=now, draw_number=partial(secrets.randbits, 32))
         entry = _PooledLink(link, heartbeat, address=address, last_used=now)
         self._links.setdefault(link.peer, []).append(entry)
         self._num_links += 1
