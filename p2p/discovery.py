@@ -7,6 +7,9 @@ the model id, and each node's signed record under the node's own key, for those 
 Nothing is believed that is not signed by whom it speaks of, in time, and newer than what was there (p2p.records). A
 node that dies is forgotten when its record expires.
 
+Above 600 lines: a third are the contract (DiscoveryService) and its constants; entering, publishing and finding share
+the connections and the table.
+
 Timers: see the constants. All are in seconds of the event loop's clock; ``clock`` is Unix time and dates records only.
 """
 

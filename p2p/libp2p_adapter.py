@@ -4,7 +4,7 @@ py-libp2p 0.8.1 as it comes accepts plaintext connections under anybody's name, 
 made to allocate a gigabyte before authentication. What is changed here, and why, is listed in
 docs/protocol-network.md, one entry per change; the entries are named in the comments (trap 1 …).
 
-Import it late: it takes more than a second.
+Import it late: it takes more than a second. Above 600 lines, because it is the one file that may name the library.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 mDNS does not reach loopback, where a node listens unless it is told otherwise. The folder is the user's own; whoever
 can write there could as well change the program's settings, so what stands in a file is believed as a ``--peer`` is: it
-is where to dial and whom to expect, and the peer has to prove itself.
+is where to dial and whom to expect, and the peer has to prove itself. With ``--no-mdns``, none is written or read.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ be measured is measured by whoever uses it.
 Assumes: clocks of honest peers differ by less than MAX_CLOCK_SKEW_S.
 
 Why the caps: a record that its author may date freely can silence that author for years, because a later honest one
-never looks newer. Hence an expiry of at most MAX_RECORD_TTL_S and no dates in the future.
+never looks newer. Hence an expiry of at most MAX_RECORD_TTL_S, and dates at most MAX_CLOCK_SKEW_S ahead. What is
+still gained by such a date must be worth nothing: neither RecordTable nor p2p.record_exchange prefers it.
 """
 
 from __future__ import annotations
