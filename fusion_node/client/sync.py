@@ -14,6 +14,9 @@ from fusion_node.client.tokenizer import ChatMessage
 
 T = TypeVar("T")
 
+CANCEL_TIMEOUT_S = 5.0
+"""For work that had not even begun when it was cancelled, and so never tells that it ended."""
+
 
 class SyncGeneration:
     """An answer on its way: iterate for its text. ``stats`` fills while you do."""
@@ -21,22 +24,31 @@ class SyncGeneration:
     def __init__(self, generation: Generation, loop: asyncio.AbstractEventLoop) -> None:
         self._generation = generation
         self._loop = loop
+        self._running: asyncio.Task[str | None] | None = None
         self.stats: GenerationStats = generation.stats
 
     def __iter__(self) -> Iterator[str]:
-        pieces = self._generation.__aiter__()
-
-        async def following() -> str | None:
-            return await anext(pieces, None)
-
         try:
-            while (piece := _wait(following(), self._loop)) is not None:
+            while (piece := _wait(self._following(), self._loop)) is not None:
                 yield piece
         finally:
-            # Also when the caller leaves the loop early: the session on the nodes is freed at once. A client that was
-            # closed has done so.
+            # Also when the caller leaves early or is interrupted: the session on the nodes is freed at once. A client
+            # that was closed has done so.
             if not self._loop.is_closed():
-                _wait(self._generation.aclose(), self._loop)
+                _wait(self._close(), self._loop)
+
+    async def _following(self) -> str | None:
+        self._running = asyncio.current_task()
+        async for piece in self._generation:
+            return piece
+        return None
+
+    async def _close(self) -> None:
+        # An interrupt can strike at any point of the caller's thread, so what it waited for may still be running here.
+        if self._running is not None and not self._running.done():
+            self._running.cancel()
+            await asyncio.wait((self._running,))
+        await self._generation.aclose()
 
     def text(self) -> str:
         """The whole answer."""
@@ -45,14 +57,21 @@ class SyncGeneration:
 
 def _wait(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> T:
     """Runs on the loop's thread. When the wait is interrupted, as by Ctrl-C, the work is ended before that goes on."""
-    future = asyncio.run_coroutine_threadsafe(work, loop)
+    ended = threading.Event()
+
+    async def watched() -> T:
+        try:
+            return await work
+        finally:
+            ended.set()
+
+    future = asyncio.run_coroutine_threadsafe(watched(), loop)
     try:
         return future.result()
     except BaseException:
-        if not future.done():
-            future.cancel()
-            # The concurrent future is cancelled at once, its task a little later: a turn of the loop after it.
-            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()
+        # The future here is cancelled at once, the work on the loop a few turns later.
+        if future.cancel():
+            ended.wait(CANCEL_TIMEOUT_S)
         raise
 
 

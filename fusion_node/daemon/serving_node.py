@@ -176,6 +176,7 @@ class ServingNode:
             identity.peer_id,
             on_frame=self._server.on_frame,
             on_closed=self._server.on_closed,
+            is_needed=lambda peer: bool(admission.touching(peer)),
         )
         self._server.attach(self._pool)
         self.on_left: Callable[[], Awaitable[None]] | None = None
