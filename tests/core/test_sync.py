@@ -53,10 +53,15 @@ def test_interrupt_while_waiting_is_passed_on_and_ends_the_answer(loop: asyncio.
     assert main is not None
     # A real signal: only that wakes the main thread up from waiting for a lock.
     interrupter = threading.Thread(target=lambda: (waiting.wait(5), signal.pthread_kill(main, signal.SIGINT)))
-    interrupter.start()
-    with pytest.raises(KeyboardInterrupt):
-        answer(loop, ended, waiting).text()
-    interrupter.join()
+    # A shell starts what it runs in the background with SIGINT ignored, and Python then leaves it at that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        interrupter.start()
+        with pytest.raises(KeyboardInterrupt):
+            answer(loop, ended, waiting).text()
+        interrupter.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert ended.wait(5)
 
 
