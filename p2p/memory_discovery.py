@@ -57,7 +57,7 @@ class MemoryDiscovery:
         self._world = world
         self._clock = clock
         self.table = RecordTable()
-        self._exchange = RecordExchange(self.table, random.Random(identity.seed))  # noqa: S311 - repeatable
+        self._exchange = RecordExchange(self.table, random.Random(identity.peer_id))  # noqa: S311 - repeatable, in tests
         self._listen: list[tuple[str, int]] = []
 
     @property
