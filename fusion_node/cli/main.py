@@ -59,9 +59,8 @@ def main() -> None:
     except Exception as error:
         if os.environ.get("FUSION_DEBUG"):
             raise
-        _end(
-            f"error: unexpected {type(error).__name__}: {error} (set FUSION_DEBUG=1 for details; please report it)", 70
-        )
+        # Its class only: a message of a library may quote what it was given, and that may be a prompt.
+        _end(f"error: unexpected {type(error).__name__} (set FUSION_DEBUG=1 for details; please report it)", 70)
 
 
 def _end(message: str, status: int) -> None:
