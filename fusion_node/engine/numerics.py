@@ -1,4 +1,8 @@
-"""Numerics classes: the arithmetic that a node promises, and what it means for tensors in memory and on the wire."""
+"""Numerics classes: the arithmetic that a node promises, and what it means for tensors in memory and on the wire.
+
+This is the table of types. Scores and KV are rounded in fusion_node.engine.attention, rows in
+fusion_node.engine.tensor_codec.
+"""
 
 from __future__ import annotations
 
@@ -8,26 +12,53 @@ import torch
 
 from fusion_node.errors import ConfigError
 
+FP16_MAX = 65504.0
+"""The largest finite fp16 (IEEE 754 binary16)."""
+
 
 @dataclass(frozen=True, slots=True)
 class NumericsClass:
-    """Weights, activations, residual and KV all have one type; products accumulate as the backend does.
+    """The types that a class of arithmetic is made of.
 
     Attributes:
         name: as announced in records and asked for in plans.
-        dtype: of weights, activations and KV.
+        dtype: of the residual stream, and of everything that no other field names: norms, rotary tables and products,
+            activation functions, routers, biases, and what a GEMM puts out.
+        gemm_dtype: both inputs of a GEMM, weights and activations, are rounded to it; products are summed in float32.
+        attention_input_dtype: queries are rounded to it before the scores, and scores, softmax and the weighted sum of
+            values are then float32; None: queries stay as they are and attention computes in ``dtype``.
+        kv_dtype: of keys and values at rest. A token's own are rounded before its own step reads them.
         wire_dtype: encoding of rows between stages (p2p.messages.DTYPE_BYTES).
     """
 
     name: str
     dtype: torch.dtype
+    gemm_dtype: torch.dtype
+    attention_input_dtype: torch.dtype | None
+    kv_dtype: torch.dtype
     wire_dtype: str
+
+    @property
+    def rounds_gemm_inputs(self) -> bool:
+        """Whether GEMMs must do more than what torch does with tensors of ``dtype``."""
+        return self.gemm_dtype != self.dtype
+
+    def weight_dtype(self, device: torch.device) -> torch.dtype:
+        """How GEMM weights are kept on this device, whose values are ``gemm_dtype``'s in any case.
+
+        CUDA multiplies 16-bit inputs into float32 outputs. A CPU does not: on it the same values are kept wide,
+        because widening them in each call takes up to 19 times the product itself (one row, 4096 x 4096).
+        """
+        return self.gemm_dtype if device.type == "cuda" else self.dtype
 
 
 NUMERICS = {
-    "fp32": NumericsClass("fp32", torch.float32, "f32"),
-    "bf16": NumericsClass("bf16", torch.bfloat16, "bf16"),
-    "fp16": NumericsClass("fp16", torch.float16, "f16"),
+    c.name: c
+    for c in (
+        NumericsClass("fp32", torch.float32, torch.float32, None, torch.float32, "f32"),
+        NumericsClass("bf16", torch.bfloat16, torch.bfloat16, None, torch.bfloat16, "bf16"),
+        NumericsClass("fp16", torch.float16, torch.float16, None, torch.float16, "f16"),
+    )
 }
 
 WIRE_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -43,3 +74,14 @@ def numerics_class(name: str) -> NumericsClass:
         return NUMERICS[name]
     except KeyError:
         raise ConfigError(f"unknown numerics {name!r}: choose one of {', '.join(NUMERICS)}") from None
+
+
+def round_to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Rounds to nearest, ties to even. Wider values beyond fp16's range become its largest ones; NaN stays NaN.
+
+    Saturating keeps the rounding continuous: of two honest nodes, one just below the edge and one just above it, the
+    second would otherwise answer with infinities.
+    """
+    if dtype == torch.float16 and tensor.dtype != dtype:
+        tensor = tensor.clamp(-FP16_MAX, FP16_MAX)
+    return tensor.to(dtype)
