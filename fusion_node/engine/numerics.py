@@ -1,7 +1,7 @@
 """Numerics classes: the arithmetic that a node promises, and what it means for tensors in memory and on the wire.
 
-This is the table of types. Scores and KV are rounded in fusion_node.engine.attention, rows in
-fusion_node.engine.tensor_codec.
+docs/numerics.md defines each class, operation by operation. This is the table of types; who rounds where: GEMMs in
+fusion_node.engine.f16r32, scores and KV in fusion_node.engine.attention, rows in fusion_node.engine.tensor_codec.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ NUMERICS = {
     c.name: c
     for c in (
         NumericsClass("fp32", torch.float32, torch.float32, None, torch.float32, "f32"),
+        NumericsClass("f16r32", torch.float32, torch.float16, torch.float16, torch.float16, "f16"),
         NumericsClass("bf16", torch.bfloat16, torch.bfloat16, None, torch.bfloat16, "bf16"),
         NumericsClass("fp16", torch.float16, torch.float16, None, torch.float16, "f16"),
     )
@@ -83,5 +84,6 @@ def round_to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     second would otherwise answer with infinities.
     """
     if dtype == torch.float16 and tensor.dtype != dtype:
-        tensor = tensor.clamp(-FP16_MAX, FP16_MAX)
+        # bfloat16 has no 65504: its neighbours are 65280 and 65536, which fp16 lacks.
+        tensor = tensor.float().clamp(-FP16_MAX, FP16_MAX)
     return tensor.to(dtype)
