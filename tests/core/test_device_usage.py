@@ -191,15 +191,13 @@ def test_time_of_this_process_is_taken_off() -> None:
 
 
 def test_nodes_of_this_product_are_recognised_by_their_command_line() -> None:
-    node = subprocess.Popen([sys.executable, "-c", "input()", "/usr/bin/fusion-node", "join"], stdin=subprocess.PIPE)
-    try:
+    command = [sys.executable, "-c", "print(flush=True); input()", "/usr/bin/fusion-node", "join"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as node:
+        assert node.stdout is not None
+        node.stdout.readline()  # before it runs, the kernel may not tell its command line yet
         assert device_usage._is_node(node.pid)
         assert not device_usage._is_node(os.getpid())
-    finally:
         node.kill()
-        node.wait()
-        assert node.stdin is not None
-        node.stdin.close()
     assert not device_usage._is_node(node.pid)
 
 
