@@ -42,6 +42,7 @@ class RefusalCode(enum.StrEnum):
     TOO_MANY_SESSIONS = "too-many-sessions"
     DUPLICATE = "duplicate"
     DRAINING = "draining"
+    PAUSED = "paused"
     SUCCESSOR_UNREACHABLE = SUCCESSOR_UNREACHABLE
 
 
@@ -97,6 +98,8 @@ class Admission:
     Attributes:
         budget_bytes: KV memory for all sessions together.
         kv_bytes_per_position_layer: KV bytes of one position in one layer.
+        draining: the node leaves; no session is opened any more.
+        paused: why no session is opened for now, in words for its user; None while they are.
     """
 
     peer: PeerId
@@ -107,6 +110,7 @@ class Admission:
     kv_bytes_per_position_layer: int
     refused: Counter[str] = field(default_factory=Counter)
     draining: bool = False
+    paused: str | None = None
     _sessions: dict[bytes, Session] = field(default_factory=dict)
     _reserved_bytes: int = 0
 
@@ -122,7 +126,7 @@ class Admission:
     @property
     def free_positions(self) -> int:
         """Positions that one more session over all our layers could reserve."""
-        if self.draining or len(self._sessions) >= MAX_SESSIONS:
+        if self.draining or self.paused is not None or len(self._sessions) >= MAX_SESSIONS:
             return 0
         return (self.budget_bytes - self._reserved_bytes) // (self.kv_bytes_per_position_layer * len(self.layers))
 
@@ -216,6 +220,8 @@ class Admission:
             return Refused(RefusalCode.LAYERS_NOT_HELD, f"layers {self.layers} are served here, not {layers}")
         if self.draining:
             return Refused(RefusalCode.DRAINING, "the node is shutting down")
+        if self.paused is not None:
+            return Refused(RefusalCode.PAUSED, self.paused)
         if message.session in self._sessions:
             return Refused(RefusalCode.DUPLICATE, "a session of that id is open")
         if len(self._sessions) >= MAX_SESSIONS or len(self.of_user(source)) >= MAX_SESSIONS_PER_USER:

@@ -131,6 +131,22 @@ def test_unfit_openings_are_refused_each_with_its_code() -> None:
     assert node.free_positions == 0
 
 
+def test_paused_node_refuses_new_sessions_with_its_reason_and_keeps_those_that_run() -> None:
+    node = admission()
+    running = open_(node, plan())
+    assert isinstance(running, Session)
+    node.paused = "the node is paused by its operator"
+    refused = open_(node, plan(session=b"b" * 16))
+    assert refused == Refused(RefusalCode.PAUSED, "the node is paused by its operator")
+    assert node.free_positions == 0
+    assert node.get(bytes(16), epoch=0, source=OTHER) is running
+    node.draining = True
+    assert refusal(open_(node, plan(session=b"b" * 16))) is RefusalCode.DRAINING
+    node.draining, node.paused = False, None
+    assert isinstance(open_(node, plan(session=b"b" * 16)), Session)
+    assert node.free_positions == node.max_positions - 20
+
+
 def test_limits_hold_per_user_and_for_all() -> None:
     node = admission(budget_bytes=1 << 30)
     for number in range(MAX_SESSIONS_PER_USER):
