@@ -1,0 +1,872 @@
+"""Which rows of which sessions run in the next forward: continuous batching of decodes, trees and chunked prefill.
+
+Guarantees: rows of one session are issued in order and each is done exactly once; a forward holds rows of one group
+only and never more than ``max_rows``; a prefill slows the steps of *other* users that decode by no more than
+MAX_SLOWDOWN, as far as the learned time of a forward is right; users (not sessions) share what is left evenly; work of
+BATCH priority hardly shows to the others; everything that waits is reached within a bounded number of forwards.
+
+Assumes: one caller; ``now`` never goes back; batches that are in flight together run in the order in which they were
+issued (devices in a pipeline), and are reported done in that order; every session is cancelled when it ends. A batch
+that failed may have run in part: rows may be issued anew with other bounds, what they wrote before is overwritten, and
+only the last result of a row counts. KV of a step with ``moves_kv`` is moved by the caller, once, before the step's
+first piece runs.
+
+States of a row: waiting, in flight, done. A session whose batch failed waits until its later rows that are in flight
+are back; their results do not count. Timers, in seconds of the monotonic clock: deadlines of works that have not
+begun, and the turn of BATCH work while the device is left idle for others.
+
+Source: chunked prefill with a token budget after Sarathi-Serve (arXiv 2403.02310); fairness over measured service after
+the Virtual Token Counter (arXiv 2401.00588), with start-time fair queueing's virtual time. Still ugly: every decision
+looks at every session that waits, some hundred at most.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+import math
+from collections import Counter, deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fusion_node.engine.forward_time_core import ForwardTime
+from fusion_node.errors import LocalProtocolError
+
+MAX_ROWS = 512
+"""Rows of one forward. Beyond it nothing is won: the linears of every device at hand are compute-bound well before."""
+
+MAX_WAITING_ROWS = 16_384
+"""Rows that wait for the device, all sessions together: 256 MiB at hidden size 8,192 in fp16."""
+
+MAX_USER_WAITING_SHARE = 0.5
+"""Of MAX_WAITING_ROWS, for one user: somebody who fills the queue does not keep all others out."""
+
+MAX_DECODE_ROWS = 64
+"""A step of more rows is a prefill, whatever the device: the widest speculation tree that the design allows for."""
+
+MIN_CHUNK_ROWS = 8
+"""Rows of a prefill chunk at least, where so many wait: below it the fixed cost of a forward is most of it."""
+
+MAX_SLOWDOWN = 2.0
+"""A decode's time from token to token beside somebody else's prefill, in multiples of the time without. Required."""
+
+MAX_BATCH_SLOWDOWN = 1.1
+"""The same beside work of BATCH priority: within what people take for noise."""
+
+RECENT_S = 1.0
+"""A user whose last step was done no longer ago is between two tokens. Longer than any round trip on earth."""
+
+MAX_SKIPPED_FORWARDS = 3
+"""Forwards in a row that may leave the next prefill out; then it gets MIN_CHUNK_ROWS whatever it costs others."""
+
+MAX_SKIPPED_BATCH_FORWARDS = 15
+"""The same for work of BATCH priority: one forward in sixteen is its own."""
+
+MAX_BATCH_WAIT_S = 1.0
+"""The same in time, for when the others leave the device idle between their tokens."""
+
+MAX_SERVICE_LEAD_S = 10.0
+"""Device seconds by which a user can be ahead of the least served: a grudge is forgotten, so nobody starves."""
+
+MAX_IDLE_USERS = 1024
+"""Users without a session whose service is remembered. Keys cost nothing, so memory must be bounded."""
+
+GROW_AFTER = 16
+"""Forwards in a row without a failure until the limit of rows doubles again after out-of-memory."""
+
+MAX_GROW_AFTER = 1024
+"""The same after repeated failures: each doubles the wait, so that a true limit costs one forward in a thousand."""
+
+MAX_GROUPS = 64
+"""Layer ranges whose forward time is remembered; others use the average of all."""
+
+_GAP_RISE = 0.25
+"""Weight of a longer gap between two steps in its estimate. A shorter one counts at once: haste is never punished."""
+
+
+class Priority(enum.IntEnum):
+    """What a user asks for in the plan of a session."""
+
+    INTERACTIVE = 0
+    BATCH = 1
+
+
+class Overload(enum.StrEnum):
+    """Why a step is not taken. The user can go elsewhere."""
+
+    NODE = "node-overloaded"
+    """MAX_WAITING_ROWS wait already."""
+    USER = "user-overloaded"
+    """The user's own share of them waits already."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """One step of one session, as it came.
+
+    Attributes:
+        user: whose step it is; fairness is between users.
+        num_rows: at least 1, dead rows included.
+        group: only works of one group (the same layers) can share a forward. A session stays in its group.
+        is_tree: the rows are a speculation tree. Says nothing to the core, which looks at num_rows alone.
+        moves_kv: the step moves its session's KV first, so nothing earlier of the session may be in flight with it.
+        arrived: seconds.
+        deadline: when it is pointless to begin, in seconds.
+        payload: the caller's.
+    """
+
+    session: Hashable
+    user: str
+    num_rows: int
+    group: Hashable
+    priority: Priority = Priority.INTERACTIVE
+    is_tree: bool = False
+    moves_kv: bool = False
+    arrived: float = 0.0
+    deadline: float | None = None
+    payload: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Rows ``[start, stop)`` of a work."""
+
+    work: Work
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """One forward: pieces of one group; those of one session are in its order."""
+
+    pieces: tuple[Piece, ...]
+    group: Hashable
+
+    @property
+    def num_rows(self) -> int:
+        return sum(piece.stop - piece.start for piece in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLimits:
+    """What a node allows.
+
+    Attributes:
+        max_rows: of one forward.
+        max_waiting_rows: of all sessions together.
+    """
+
+    max_rows: int = MAX_ROWS
+    max_waiting_rows: int = MAX_WAITING_ROWS
+
+
+@dataclass(frozen=True, slots=True)
+class BatchingStatus:
+    """What a node can say of its load.
+
+    Attributes:
+        max_rows: of a forward at present: less than the limit after out-of-memory.
+        decode_wait_s: estimated time that a new decode step waits before its forward begins.
+        drain_s: estimated time for everything that waits now.
+    """
+
+    num_waiting_rows: int
+    num_waiting_sessions: int
+    num_in_flight_batches: int
+    max_rows: int
+    decode_wait_s: float
+    drain_s: float
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    work: Work
+    bulk_before_s: float
+    """What the core had spent on prefill when the step came."""
+    issued: int = 0
+    """Rows in flight or done."""
+    done: int = 0
+    has_begun: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _User:
+    """What a user received at one priority; the two do not count against each other."""
+
+    name: str
+    priority: Priority
+    service_s: float
+    """Device seconds received, as virtual time."""
+    num_sessions: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class _Session:
+    key: Hashable
+    user: _User
+    group: Hashable
+    entries: deque[_Entry] = field(default_factory=deque)
+    """Works that are not done, in order."""
+    num_waiting: int = 0
+    """Rows."""
+    flights: list[int] = field(default_factory=list)
+    """Batches in flight that hold rows of it, in order."""
+    stale: set[int] = field(default_factory=set)
+    """Those of them that were issued after one that failed."""
+    is_suspect: bool = False
+    """A batch with rows of it failed for no known reason: it runs alone until one succeeds."""
+    is_gone: bool = False
+    ended_at: float | None = None
+    """When its last step was done."""
+    num_prefills: int = 0
+    """Large steps in a row up to then."""
+    decode_rows: int = 1
+    """Rows of its last small step."""
+    gap_s: float = 0.0
+    """From a step's end to the next one's arrival, rather too short than too long."""
+
+    @property
+    def priority(self) -> Priority:
+        return self.user.priority
+
+    def head(self) -> _Entry:
+        """The first work with rows that wait."""
+        return next(entry for entry in self.entries if entry.issued < entry.work.num_rows)
+
+    def can_go_on(self) -> bool:
+        """Whether its next rows may be issued while others of it are in flight."""
+        if not self.flights:
+            return True
+        head = self.head()
+        return not (self.stale or self.is_suspect or (head.work.moves_kv and head.issued == 0))
+
+
+@dataclass(slots=True)
+class _Part:
+    session: _Session
+    entry: _Entry
+    start: int
+    stop: int
+
+
+@dataclass(slots=True)
+class _Flight:
+    number: int
+    parts: list[_Part]
+    num_rows: int
+    num_decode_rows: int
+    predicted_s: float
+    issued_at: float
+
+
+@dataclass(slots=True)
+class _Patience:
+    """How many seconds a forward may spend on others before it slows somebody's decode too much."""
+
+    least_s: float = math.inf
+    user: str | None = None
+    next_least_s: float = math.inf
+    """The least among all other users."""
+
+    def add(self, user: str, seconds: float) -> None:
+        if user == self.user:
+            self.least_s = min(self.least_s, seconds)
+        elif seconds < self.least_s:
+            self.least_s, self.next_least_s, self.user = seconds, self.least_s, user
+        else:
+            self.next_least_s = min(self.next_least_s, seconds)
+
+    def towards(self, user: str) -> float:
+        """Nobody needs to be protected from themselves."""
+        return self.next_least_s if user == self.user else self.least_s
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A batch in the making."""
+
+    group: Hashable
+    time: ForwardTime
+    room: int
+    parts: list[_Part] = field(default_factory=list)
+    sessions: set[_Session] = field(default_factory=set)
+    num_rows: int = 0
+    num_decode_rows: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.time.predict(self.num_rows) if self.num_rows else 0.0
+
+    @property
+    def others_s(self) -> float:
+        """Seconds that whoever decodes in this forward waits for the rows of others, or for all of it."""
+        return self.seconds - (self.time.predict(self.num_decode_rows) if self.num_decode_rows else 0.0)
+
+    def rows_within(self, seconds: float) -> int:
+        """Rows that can still be added when the forward may take so much longer than now."""
+        if seconds == math.inf:
+            return self.room
+        if not self.time.is_known:
+            return MIN_CHUNK_ROWS
+        left_s = seconds - (0.0 if self.num_rows else self.time.fixed_s)
+        if left_s <= 0.0:
+            return 0
+        return self.room if left_s >= self.time.row_s * self.room else int(left_s / self.time.row_s + 1e-6)
+
+    def fill(self, session: _Session, max_rows: int) -> int:
+        """Takes the session's next rows, and returns how many."""
+        room = min(max_rows, self.room)
+        taken = 0
+        for entry in session.entries:
+            work = entry.work
+            if taken >= room:
+                break
+            if entry.issued == work.num_rows:
+                continue
+            if work.moves_kv and entry.issued == 0 and (taken or session.flights):
+                break
+            stop = min(work.num_rows, entry.issued + room - taken)
+            self.parts.append(_Part(session, entry, entry.issued, stop))
+            taken += stop - entry.issued
+        if taken:
+            self.sessions.add(session)
+        self.room -= taken
+        self.num_rows += taken
+        return taken
+
+
+class BatchingCore:
+    """Decides every forward of a node's device, or of its devices in a pipeline.
+
+    Attributes:
+        max_rows: of a forward at present: less than the limit after out-of-memory.
+    """
+
+    def __init__(self, limits: BatchLimits | None = None) -> None:
+        self.limits = limits or BatchLimits()
+        self.max_rows = self.limits.max_rows
+        self._sessions: dict[Hashable, _Session] = {}
+        self._waiting: dict[Hashable, _Session] = {}
+        self._suspects: dict[Hashable, _Session] = {}
+        self._recent: dict[Hashable, _Session] = {}
+        """By the time when their last step was done."""
+        self._users: dict[tuple[str, Priority], _User] = {}
+        self._idle_users: dict[tuple[str, Priority], _User] = {}
+        self._rows_of: Counter[str] = Counter()
+        """Waiting rows by user, and of all."""
+        self._num_waiting = 0
+        self._num_sessions_waiting = dict.fromkeys(Priority, 0)
+        self._virtual_s = dict.fromkeys(Priority, 0.0)
+        """The least service among those who wait, at its highest."""
+        self._flights: dict[Batch, _Flight] = {}
+        self._num_issued = 0
+        self._deadlines: list[tuple[float, int, _Session, _Entry]] = []
+        self._num_added = 0
+        self._times: dict[Hashable, ForwardTime] = {}
+        self._overall = ForwardTime()
+        self._bulk_s = 0.0
+        """Seconds that all forwards together took longer than their decodes alone would have."""
+        self._num_skipped = 0
+        self._num_skipped_batch = 0
+        self._batch_served_at = -math.inf
+        self._num_good = 0
+        self._grow_after = GROW_AFTER
+        self._rows_before_failures: int | None = None
+
+    # what comes in
+
+    def add(self, work: Work, *, now: float) -> Overload | None:
+        """Queues a step behind its session's others. Returns why not when too much waits; nothing is kept then.
+
+        Raises:
+            LocalProtocolError: the work has no rows, or its session had other layers, user or priority before.
+        """
+        if work.num_rows < 1:
+            raise LocalProtocolError("a step has at least one row")
+        if self._num_waiting + work.num_rows > self.limits.max_waiting_rows:
+            return Overload.NODE
+        if self._rows_of[work.user] + work.num_rows > self.limits.max_waiting_rows * MAX_USER_WAITING_SHARE:
+            return Overload.USER
+        session = self._sessions.get(work.session) or self._open(work)
+        if session.group != work.group or (session.user.name, session.priority) != (work.user, work.priority):
+            raise LocalProtocolError("a session keeps its layers, its user and its priority")
+        if not session.entries and session.ended_at is not None:
+            gap_s = max(0.0, work.arrived - session.ended_at)
+            session.gap_s = min(gap_s, session.gap_s + _GAP_RISE * (gap_s - session.gap_s))
+        if not session.num_waiting:
+            session.user.service_s = max(session.user.service_s, self._virtual_s[session.priority])
+        if work.priority is Priority.BATCH and not self._waits(Priority.BATCH):
+            self._batch_served_at, self._num_skipped_batch = now, 0
+        entry = _Entry(work, self._bulk_s)
+        session.entries.append(entry)
+        self._count(session, work.num_rows)
+        self._num_added += 1
+        if work.deadline is not None:
+            heapq.heappush(self._deadlines, (work.deadline, self._num_added, session, entry))
+        return None
+
+    def learn(self, group: Hashable, num_rows: int, seconds: float) -> None:
+        """Takes a forward that was measured elsewhere, as when a node warms up. ``done`` does so by itself."""
+        if group not in self._times and len(self._times) >= MAX_GROUPS:
+            del self._times[next(iter(self._times))]
+        self._times.setdefault(group, ForwardTime()).learn(num_rows, seconds)
+        self._overall.learn(num_rows, seconds)
+
+    def done(self, batch: Batch, *, seconds: float, now: float) -> list[Work]:
+        """A forward has ended. Returns the works whose last row is done with it, in order per session.
+
+        Args:
+            seconds: that the devices spent on it, waiting left out.
+
+        Raises:
+            LocalProtocolError: the batch is not in flight, or an earlier one with the same session is.
+        """
+        flight = self._land(batch)
+        if any(part.session.flights[0] != flight.number for part in flight.parts):
+            raise LocalProtocolError("batches are done in the order in which they were issued")
+        self.learn(batch.group, flight.num_rows, seconds)
+        time = self._time(batch.group)
+        self._bulk_s += max(0.0, seconds - (time.predict(flight.num_decode_rows) if flight.num_decode_rows else 0.0))
+        self._succeed()
+        finished: list[Work] = []
+        for part in flight.parts:
+            session, entry = part.session, part.entry
+            self._charge(session.user, (seconds - flight.predicted_s) * (part.stop - part.start) / flight.num_rows)
+            if session.is_gone or flight.number in session.stale:
+                continue
+            session.is_suspect = False
+            self._suspects.pop(session.key, None)
+            entry.done = part.stop
+            if entry.done == entry.work.num_rows:
+                session.entries.popleft()
+                finished.append(entry.work)
+                self._note_end(session, entry.work, now)
+        self._clear(flight)
+        return finished
+
+    def failed(self, batch: Batch, *, out_of_memory: bool, now: float) -> list[Work]:
+        """A forward has failed; its rows wait again, in front. Returns what is lost: all works of the lost sessions.
+
+        Out of memory: forwards become smaller; the session of a single row that does not fit is lost. Otherwise the
+        sessions of the batch run alone once, so that a step which breaks the device's program takes nobody else's
+        with it, and the session of a batch of one is lost.
+
+        Raises:
+            LocalProtocolError: the batch is not in flight.
+        """
+        flight = self._land(batch)
+        sessions = list(dict.fromkeys(part.session for part in flight.parts))
+        for part in flight.parts:
+            self._charge(part.session.user, -flight.predicted_s * (part.stop - part.start) / flight.num_rows)
+        if out_of_memory and flight.num_rows > 1:
+            self._shrink(flight.num_rows)
+        elif out_of_memory and self._rows_before_failures is not None:
+            # That nothing fitted beside it was this session's doing.
+            self.max_rows, self._grow_after = self._rows_before_failures, GROW_AFTER
+            self._rows_before_failures = None
+        is_lost = flight.num_rows == 1 if out_of_memory else len(sessions) == 1
+        lost: list[Work] = []
+        for session in sessions:
+            if session.is_gone or flight.number in session.stale:
+                continue
+            if is_lost:
+                lost += self._drop(session)
+                continue
+            if not out_of_memory:
+                session.is_suspect = True
+                self._suspects[session.key] = session
+            self._rewind(session, next(part for part in flight.parts if part.session is session), flight.number)
+        self._clear(flight)
+        return lost
+
+    def cancel(self, session: Hashable) -> list[Work]:
+        """Forgets a session. Returns its works that were not done; rows in flight finish, and count for nothing."""
+        found = self._sessions.get(session)
+        return self._drop(found) if found is not None else []
+
+    def get_timer(self) -> float | None:
+        """When to call ``handle_timer`` and then, if a device is idle, ``next_batch``."""
+        while self._deadlines and not self._is_pending(self._deadlines[0][2], self._deadlines[0][3]):
+            heapq.heappop(self._deadlines)
+        times = [self._deadlines[0][0]] if self._deadlines else []
+        if self._waits(Priority.BATCH):
+            times.append(self._batch_served_at + MAX_BATCH_WAIT_S)
+        return min(times, default=None)
+
+    def handle_timer(self, *, now: float) -> list[Work]:
+        """Drops the sessions with a work that was to begin by now and has not. Returns all that they had left."""
+        late: list[Work] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, _, session, entry = heapq.heappop(self._deadlines)
+            if self._is_pending(session, entry):
+                late += self._drop(session)
+        return late
+
+    # what runs next
+
+    def next_batch(self, *, now: float) -> Batch | None:
+        """The next forward, to be issued now; None when nothing is to be done before the timer or the next event."""
+        if not self._waiting:
+            return None
+        draft = self._draft_suspect() or self._draft(now)
+        return self._issue(draft, now) if draft is not None and draft.parts else None
+
+    def _draft_suspect(self) -> _Draft | None:
+        for session in self._suspects.values():
+            if session.num_waiting and session.can_go_on():
+                draft = _Draft(session.group, self._time(session.group), self.max_rows)
+                draft.fill(session, self.max_rows)
+                return draft
+        return None
+
+    def _draft(self, now: float) -> _Draft | None:
+        self._forget_idle(now)
+        decodes, prefills, background = self._candidates()
+        first = decodes or prefills or background
+        if not first:
+            return None
+        due = prefills[0] if prefills and self._num_skipped >= MAX_SKIPPED_FORWARDS else None
+        # Alone it would make those wait who are between two tokens; so it rides with them unless they are too slow.
+        is_batch_due = now >= self._batch_served_at + MAX_BATCH_WAIT_S or (
+            first is not background and self._num_skipped_batch >= MAX_SKIPPED_BATCH_FORWARDS
+        )
+        due_batch = background[0] if background and is_batch_due else None
+        draft = self._new_draft((due or due_batch or first[0]).group)
+        if due is None and due_batch is None and decodes and prefills and self._num_skipped:
+            # A prefill of other layers cannot share the decodes' forward: it comes between two if they can wait.
+            alone = self._new_draft(prefills[0].group)
+            patience, _ = self._patience(decodes, alone, now)
+            if alone.rows_within(patience.towards(prefills[0].user.name)) >= MIN_CHUNK_ROWS:
+                draft = alone
+        is_owed = due is not None or due_batch is not None
+        self._fill_decodes(draft, decodes, draft.room - min(MIN_CHUNK_ROWS, draft.room) if is_owed else draft.room)
+        patience, batch_s = self._patience(decodes, draft, now)
+        self._fill_prefills(draft, prefills, patience, due)
+        self._fill_background(draft, background, batch_s, due_batch)
+        if draft.parts:
+            self._count_skipped(draft, prefills, background, now)
+        return draft
+
+    def _new_draft(self, group: Hashable) -> _Draft:
+        return _Draft(group, self._time(group), self.max_rows)
+
+    def _candidates(self) -> tuple[list[_Session], list[_Session], list[_Session]]:
+        """The sessions that may go on: small steps in order of arrival, then prefills and BATCH, least served first."""
+        decodes: list[_Session] = []
+        prefills: list[_Session] = []
+        background: list[_Session] = []
+        small_rows: Counter[str] = Counter()
+        for session in self._waiting.values():
+            if not session.can_go_on():
+                continue
+            if session.priority is Priority.BATCH:
+                background.append(session)
+                continue
+            name, max_rows = session.user.name, self._max_decode_rows(session.group)
+            if self._is_small(session, max_rows) and small_rows[name] + session.num_waiting <= max_rows:
+                small_rows[name] += session.num_waiting
+                decodes.append(session)
+            else:
+                prefills.append(session)
+        prefills.sort(key=_service)
+        background.sort(key=_service)
+        return decodes, prefills, background
+
+    def _max_decode_rows(self, group: Hashable) -> int:
+        """Rows that cost others as much as a forward's fixed part: more of them at once are not a small step."""
+        time = self._time(group)
+        if time.fixed_s >= MAX_DECODE_ROWS * time.row_s:
+            return MAX_DECODE_ROWS if time.is_known else MIN_CHUNK_ROWS
+        return max(MIN_CHUNK_ROWS, int(time.fixed_s / time.row_s))
+
+    @staticmethod
+    def _is_small(session: _Session, max_rows: int) -> bool:
+        return session.num_waiting <= max_rows and session.head().work.num_rows <= max_rows
+
+    def _patience(self, decodes: list[_Session], draft: _Draft, now: float) -> tuple[_Patience, float]:
+        """How much longer the draft may become for prefills, and for BATCH work: in seconds of ``others_s``."""
+        patience = _Patience()
+        batch_s = math.inf
+        for session in decodes:
+            entry = session.head()
+            usual_s = session.gap_s + (
+                draft.seconds if session in draft.sessions else self._time(session.group).predict(session.num_waiting)
+            )
+            waited_s = min(now - entry.work.arrived, self._bulk_s - entry.bulk_before_s)
+            patience.add(session.user.name, (MAX_SLOWDOWN - 1) * usual_s - waited_s)
+            batch_s = min(batch_s, (MAX_BATCH_SLOWDOWN - 1) * usual_s - waited_s)
+        for session in self._recent.values():
+            if session.num_waiting or session.num_prefills > 1:
+                continue
+            usual_s = session.gap_s + self._time(session.group).predict(session.decode_rows)
+            patience.add(session.user.name, (MAX_SLOWDOWN - 1) * usual_s)
+            batch_s = min(batch_s, (MAX_BATCH_SLOWDOWN - 1) * usual_s)
+        return patience, batch_s
+
+    def _fill_decodes(self, draft: _Draft, decodes: list[_Session], room: int) -> None:
+        here = [session for session in decodes if session.group == draft.group]
+        if sum(session.num_waiting for session in here) > room:
+            here.sort(key=_service)
+        for session in here:
+            if draft.num_rows >= room:
+                break
+            draft.fill(session, room - draft.num_rows)
+        draft.num_decode_rows = draft.num_rows
+
+    def _fill_prefills(
+        self, draft: _Draft, prefills: list[_Session], patience: _Patience, due: _Session | None
+    ) -> None:
+        for session in prefills:
+            if not draft.room:
+                break
+            if session.group != draft.group:
+                continue
+            rows = draft.rows_within(patience.towards(session.user.name) - draft.others_s)
+            if session is due or not draft.num_rows:
+                rows = max(rows, MIN_CHUNK_ROWS)
+            draft.fill(session, rows)
+
+    def _fill_background(
+        self, draft: _Draft, background: list[_Session], patience_s: float, due: _Session | None
+    ) -> None:
+        here = [session for session in background if session.group == draft.group]
+        is_alone = not draft.num_rows
+        if not is_alone:
+            patience_s = min(patience_s, draft.others_s + (MAX_BATCH_SLOWDOWN - 1) * draft.seconds)
+        elif patience_s == math.inf:
+            # Nobody else: small steps first, in half of the room at most, so that prefills get the other half.
+            for session in here:
+                small = self._is_small(session, self._max_decode_rows(session.group))
+                if small and draft.num_rows + session.num_waiting <= self.max_rows // 2:
+                    draft.fill(session, session.num_waiting)
+        for session in here:
+            if not draft.room:
+                break
+            if session in draft.sessions:
+                continue
+            rows = draft.rows_within(patience_s - draft.others_s)
+            if session is due:
+                rows = max(rows, MIN_CHUNK_ROWS)
+            if rows >= min(MIN_CHUNK_ROWS, session.num_waiting, draft.room) or draft.num_rows:
+                draft.fill(session, rows)
+
+    def _count_skipped(self, draft: _Draft, prefills: list[_Session], background: list[_Session], now: float) -> None:
+        if prefills:
+            self._num_skipped = 0 if prefills[0] in draft.sessions else self._num_skipped + 1
+        if background and any(session in draft.sessions for session in background):
+            self._num_skipped_batch, self._batch_served_at = 0, now
+        elif background:
+            self._num_skipped_batch += 1
+
+    def _issue(self, draft: _Draft, now: float) -> Batch:
+        self._num_issued += 1
+        pieces = tuple(Piece(part.entry.work, part.start, part.stop) for part in draft.parts)
+        batch = Batch(pieces, draft.group)
+        flight = _Flight(
+            self._num_issued, draft.parts, draft.num_rows, draft.num_decode_rows, draft.seconds, issued_at=now
+        )
+        self._flights[batch] = flight
+        for part in draft.parts:
+            num_rows = part.stop - part.start
+            part.entry.issued = part.stop
+            part.entry.has_begun = True
+            self._count(part.session, -num_rows)
+            self._charge(part.session.user, flight.predicted_s * num_rows / flight.num_rows)
+            if part.session.flights[-1:] != [flight.number]:
+                part.session.flights.append(flight.number)
+        for priority in Priority:
+            services = [s.user.service_s for s in self._waiting.values() if s.user.priority is priority]
+            if services:
+                self._virtual_s[priority] = max(self._virtual_s[priority], min(services))
+        return batch
+
+    # what is known
+
+    def num_waiting_rows(self, session: Hashable) -> int:
+        """Rows of a session that are not in flight yet."""
+        found = self._sessions.get(session)
+        return found.num_waiting if found is not None else 0
+
+    def status(self, *, now: float) -> BatchingStatus:
+        """The load, for the node's record and its counters."""
+        flights = list(self._flights.values())
+        in_flight_s = sum(flight.predicted_s for flight in flights)
+        in_flight_s = max(0.0, in_flight_s - (now - flights[0].issued_at)) if flights else 0.0
+        small = [s for s in self._waiting.values() if self._is_small(s, self._max_decode_rows(s.group))]
+        num_full = sum(session.num_waiting for session in small) // self.max_rows
+        num_forwards = math.ceil(self._num_waiting / self.max_rows)
+        rows_s = sum(self._time(session.group).row_s * session.num_waiting for session in self._waiting.values())
+        return BatchingStatus(
+            num_waiting_rows=self._num_waiting,
+            num_waiting_sessions=len(self._waiting),
+            num_in_flight_batches=len(flights),
+            max_rows=self.max_rows,
+            decode_wait_s=in_flight_s + num_full * self._overall.predict(self.max_rows),
+            drain_s=in_flight_s + rows_s + num_forwards * self._overall.fixed_s,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises ValueError when an invariant is broken. For tests and diagnosis."""
+        in_flight = Counter(
+            (part.entry, row)
+            for f in self._flights.values()
+            for part in f.parts
+            for row in range(part.start, part.stop)
+            if not part.session.is_gone and f.number not in part.session.stale
+        )
+        if any(count > 1 for count in in_flight.values()):
+            raise ValueError("a row is in flight twice")
+        for session in self._sessions.values():
+            waiting = 0
+            for entry in session.entries:
+                if waiting and entry.issued:
+                    raise ValueError("a later row was issued before an earlier one")
+                if not 0 <= entry.done <= entry.issued <= entry.work.num_rows or entry.done == entry.work.num_rows:
+                    raise ValueError("the rows of a work do not add up")
+                if any((entry, row) not in in_flight for row in range(entry.done, entry.issued)):
+                    raise ValueError("a row is neither waiting nor in flight nor done")
+                waiting += entry.work.num_rows - entry.issued
+            if waiting != session.num_waiting or bool(waiting) != (session.key in self._waiting):
+                raise ValueError("the waiting rows of a session do not add up")
+            if session.flights != sorted(session.flights) or not session.stale <= set(session.flights):
+                raise ValueError("the batches of a session do not add up")
+        rows_of: Counter[str] = Counter()
+        for session in self._sessions.values():
+            rows_of[session.user.name] += session.num_waiting
+        if +rows_of != +self._rows_of or rows_of.total() != self._num_waiting:
+            raise ValueError("the waiting rows do not add up")
+        if not 1 <= self.max_rows <= self.limits.max_rows:
+            raise ValueError("the limit of rows is out of bounds")
+        sessions_of = Counter((s.user.name, s.priority) for s in self._sessions.values())
+        if any(user.num_sessions != sessions_of[key] for key, user in self._users.items()):
+            raise ValueError("the sessions of a user do not add up")
+        if any(
+            self._sessions.get(s.key) is not s
+            for held in (self._waiting, self._recent, self._suspects)
+            for s in held.values()
+        ):
+            raise ValueError("a session that is gone is still held")
+
+    # small things
+
+    def _open(self, work: Work) -> _Session:
+        key = (work.user, work.priority)
+        user = self._users.get(key)
+        if user is None:
+            user = self._users[key] = _User(*key, self._virtual_s[work.priority])
+        self._idle_users.pop(key, None)
+        user.num_sessions += 1
+        session = self._sessions[work.session] = _Session(work.session, user, work.group)
+        return session
+
+    def _drop(self, session: _Session) -> list[Work]:
+        """Forgets a session, and returns its works."""
+        self._count(session, -session.num_waiting)
+        session.is_gone = True
+        del self._sessions[session.key]
+        self._suspects.pop(session.key, None)
+        self._recent.pop(session.key, None)
+        user = session.user
+        user.num_sessions -= 1
+        if not user.num_sessions:
+            self._idle_users[user.name, user.priority] = user
+            if user.service_s <= self._virtual_s[user.priority]:
+                self._forget_user(user)
+            elif len(self._idle_users) > MAX_IDLE_USERS:
+                self._forget_user(next(iter(self._idle_users.values())))
+        return [entry.work for entry in session.entries]
+
+    def _forget_user(self, user: _User) -> None:
+        del self._idle_users[user.name, user.priority]
+        del self._users[user.name, user.priority]
+
+    def _forget_idle(self, now: float) -> None:
+        """Forgets who is no longer between two steps."""
+        while self._recent:
+            session = next(iter(self._recent.values()))
+            if session.ended_at is not None and session.ended_at >= now - RECENT_S:
+                break
+            del self._recent[session.key]
+
+    def _note_end(self, session: _Session, work: Work, now: float) -> None:
+        if work.num_rows <= self._max_decode_rows(session.group):
+            session.num_prefills, session.decode_rows = 0, work.num_rows
+        else:
+            session.num_prefills += 1
+        session.ended_at = now
+        self._recent.pop(session.key, None)
+        if work.priority is Priority.INTERACTIVE:
+            self._recent[session.key] = session
+
+    def _count(self, session: _Session, num_rows: int) -> None:
+        """So many more rows of a session wait."""
+        session.num_waiting += num_rows
+        self._num_waiting += num_rows
+        self._rows_of[session.user.name] += num_rows
+        if not self._rows_of[session.user.name]:
+            del self._rows_of[session.user.name]
+        if not session.num_waiting:
+            if self._waiting.pop(session.key, None) is not None:
+                self._num_sessions_waiting[session.priority] -= 1
+        elif session.key not in self._waiting:
+            self._waiting[session.key] = session
+            self._num_sessions_waiting[session.priority] += 1
+
+    def _waits(self, priority: Priority) -> bool:
+        return self._num_sessions_waiting[priority] > 0
+
+    def _time(self, group: Hashable) -> ForwardTime:
+        return self._times.get(group, self._overall)
+
+    def _charge(self, user: _User, seconds: float) -> None:
+        most = self._virtual_s[user.priority] + MAX_SERVICE_LEAD_S
+        user.service_s = min(user.service_s + seconds, most)
+
+    def _is_pending(self, session: _Session, entry: _Entry) -> bool:
+        return not session.is_gone and not entry.has_begun
+
+    def _land(self, batch: Batch) -> _Flight:
+        flight = self._flights.pop(batch, None)
+        if flight is None:
+            raise LocalProtocolError("the batch is not in flight")
+        return flight
+
+    def _clear(self, flight: _Flight) -> None:
+        for session in dict.fromkeys(part.session for part in flight.parts):
+            session.flights.remove(flight.number)
+            session.stale.discard(flight.number)
+
+    def _rewind(self, session: _Session, first: _Part, number: int) -> None:
+        """The session's rows from a part of a failed batch on wait again."""
+        back = first.entry.issued - first.start
+        first.entry.issued = first.start
+        is_later = False
+        for entry in session.entries:
+            if is_later:
+                back += entry.issued
+                entry.issued = 0
+            is_later = is_later or entry is first.entry
+        session.stale.update(flight for flight in session.flights if flight > number)
+        self._count(session, back)
+
+    def _shrink(self, num_rows: int) -> None:
+        if self._rows_before_failures is None:
+            self._rows_before_failures = self.max_rows
+        self.max_rows = max(1, min(self.max_rows, num_rows) // 2)
+        self._num_good = 0
+        self._grow_after = min(2 * self._grow_after, MAX_GROW_AFTER)
+
+    def _succeed(self) -> None:
+        self._rows_before_failures = None
+        self._num_good += 1
+        if self.max_rows < self.limits.max_rows and self._num_good >= self._grow_after:
+            self.max_rows = min(2 * self.max_rows, self.limits.max_rows)
+            self._num_good = 0
+            if self.max_rows == self.limits.max_rows:
+                self._grow_after = GROW_AFTER
+
+
+def _service(session: _Session) -> float:
+    return session.user.service_s
