@@ -610,10 +610,12 @@ class BlockManager:
         self._untail(table)
         size, blocks = self.block_slots, table.blocks
         while count:
-            start = blocks[-1] + 1 if blocks else -1
-            extent = start
-            if start not in self._free.stop_of:
+            behind = blocks[-1] + 1 if blocks else -1
+            extent = start = behind
+            if behind not in self._free.stop_of:
                 extent, start = self._place(table.growth)
+            # An eviction may just have freed the block behind.
+            if start != behind or not blocks:
                 table.runs.append((len(blocks) * size, start * size))
             taken = min(count, self._free.stop_of[extent] - start)
             self._free.take(extent, start, taken)
