@@ -123,6 +123,8 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     issued_at: Time
     expires_at: Time
     stages: Annotated[tuple[PlanStage, ...], msgspec.Meta(min_length=1, max_length=128)]
+    priority: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
+    """0: somebody waits for the answer. 1: batch work, which takes what the others leave."""
 
 
 def sign_record(record: NodeRecord, identity: Identity) -> bytes:

@@ -1,13 +1,13 @@
 """Which sessions a node serves: reservation before use, leases that expire, and who may send what.
 
-Guarantees: the reserved KV of all sessions together never exceeds the budget (a cache that grows holds its old and its
-new tensor for a moment, which the budget does not count); a session is opened only by the user who
-signed its plan, and only for layers that this node holds; steps are taken only from the peer that the plan puts in
-front; an unused session is forgotten when its lease runs out.
+Guarantees: the KV that a session reserves is there (fusion_node.engine.block_manager_core); a session is opened only by
+the user who signed its plan, and only for layers that this node holds; steps are taken only from the peer that the plan
+puts in front; an unused session is forgotten when its lease runs out.
 
 Assumes: the caller has checked the plan's signature and dates (p2p.records.open_plan), and tells when a link is lost.
 
-States of a session: open (leased), gone. Timers: the earliest lease, in seconds of the monotonic clock.
+States of a session: open (leased), gone. Timers: the earliest lease, in seconds of the monotonic clock. Still ugly: a
+session that uses some of the node's layers reserves its positions in all of them.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import enum
 from collections import Counter
 from dataclasses import dataclass, field
 
+from fusion_node.engine.block_manager_core import BlockManager, NoRoom
 from fusion_node.engine.session_log_core import SessionLog
 from fusion_node.types import LayerRange, ModelId, MonotonicS, PeerId
 from p2p.messages import SUCCESSOR_UNREACHABLE, OpenSession
@@ -70,7 +71,6 @@ class Session:
     stage: int
     layers: LayerRange
     log: SessionLog
-    reserved_bytes: int
     lease_until: MonotonicS
     num_queued_rows: int = 0
 
@@ -96,8 +96,7 @@ class Admission:
     """The sessions of one node.
 
     Attributes:
-        budget_bytes: KV memory for all sessions together.
-        kv_bytes_per_position_layer: KV bytes of one position in one layer.
+        blocks: the KV of all sessions together; a session's table has its id as key.
         draining: the node leaves; no session is opened any more.
         paused: why no session is opened for now, in words for its user; None while they are.
     """
@@ -106,13 +105,11 @@ class Admission:
     model_id: ModelId
     layers: LayerRange
     numerics: str
-    budget_bytes: int
-    kv_bytes_per_position_layer: int
+    blocks: BlockManager
     refused: Counter[str] = field(default_factory=Counter)
     draining: bool = False
     paused: str | None = None
     _sessions: dict[bytes, Session] = field(default_factory=dict)
-    _reserved_bytes: int = 0
 
     @property
     def sessions(self) -> list[Session]:
@@ -120,19 +117,19 @@ class Admission:
 
     @property
     def max_positions(self) -> int:
-        """Positions that one session over all our layers could reserve if there were no other."""
-        return self.budget_bytes // (self.kv_bytes_per_position_layer * len(self.layers))
+        """Positions that one session could reserve if there were no other."""
+        return self.blocks.num_blocks * self.blocks.block_slots
 
     @property
     def free_positions(self) -> int:
-        """Positions that one more session over all our layers could reserve."""
+        """Positions that one more session could reserve."""
         if self.draining or self.paused is not None or len(self._sessions) >= MAX_SESSIONS:
             return 0
-        return (self.budget_bytes - self._reserved_bytes) // (self.kv_bytes_per_position_layer * len(self.layers))
+        return self.blocks.free_slots
 
     def open(self, message: OpenSession, plan: Plan, *, source: PeerId, now: MonotonicS) -> Session | Refused:
         """Reserves KV for a plan, or says why not."""
-        answer = self._check(message, plan, source)
+        answer = self._reserve(message, plan, source)
         if isinstance(answer, Refused):
             self.refused[answer.code] += 1
             return answer
@@ -142,11 +139,9 @@ class Admission:
             stage=message.stage,
             layers=answer,
             log=SessionLog(plan.max_positions),
-            reserved_bytes=self._bytes_for(plan, answer),
             lease_until=MonotonicS(now + LEASE_S),
         )
         self._sessions[message.session] = session
-        self._reserved_bytes += session.reserved_bytes
         return session
 
     def get(self, key: bytes, *, epoch: int, source: PeerId) -> Session | None:
@@ -172,7 +167,7 @@ class Admission:
         """Forgets a session; dropping it twice does nothing."""
         if self.holds(session):
             del self._sessions[session.key]
-            self._reserved_bytes -= session.reserved_bytes
+            self.blocks.close(session.key)
 
     def holds(self, session: Session) -> bool:
         """Whether this very session is open; its id may have been opened anew since."""
@@ -195,15 +190,11 @@ class Admission:
 
     def check_integrity(self) -> None:
         """Raises ValueError when an invariant is broken. For tests and diagnosis."""
-        if self._reserved_bytes != sum(s.reserved_bytes for s in self._sessions.values()):
-            raise ValueError("the reserved bytes do not add up")
-        if self._reserved_bytes > self.budget_bytes:
-            raise ValueError("more is reserved than there is")
+        if self.blocks.num_open != len(self._sessions):
+            raise ValueError(f"{self.blocks.num_open} block tables are open for {len(self._sessions)} sessions")
+        self.blocks.check_integrity()
 
-    def _bytes_for(self, plan: Plan, layers: LayerRange) -> int:
-        return plan.max_positions * len(layers) * self.kv_bytes_per_position_layer
-
-    def _check(self, message: OpenSession, plan: Plan, source: PeerId) -> LayerRange | Refused:
+    def _reserve(self, message: OpenSession, plan: Plan, source: PeerId) -> LayerRange | Refused:
         if plan.user != source or plan.session != message.session or plan.epoch != message.epoch:
             return Refused(RefusalCode.NOT_YOURS, "the plan is for another session or signed by somebody else")
         if message.stage >= len(plan.stages) or plan.stages[message.stage].peer != self.peer:
@@ -226,11 +217,11 @@ class Admission:
             return Refused(RefusalCode.DUPLICATE, "a session of that id is open")
         if len(self._sessions) >= MAX_SESSIONS or len(self.of_user(source)) >= MAX_SESSIONS_PER_USER:
             return Refused(RefusalCode.TOO_MANY_SESSIONS, "too many sessions are open; try again later")
-        missing = self._reserved_bytes + self._bytes_for(plan, layers) - self.budget_bytes
-        if missing > 0:
+        room = self.blocks.open(message.session, owner=source, max_slots=plan.max_positions)
+        if isinstance(room, NoRoom):
             return Refused(
                 RefusalCode.NO_MEMORY,
-                f"KV for {plan.max_positions} positions does not fit: {missing / 2**20:.0f} MiB of memory are missing",
+                f"KV for {plan.max_positions} positions does not fit: {room.missing_slots} positions are missing",
             )
         return layers
 

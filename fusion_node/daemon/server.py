@@ -1,7 +1,7 @@
-"""The shell around admission and engine: frames in, steps through the device, frames out.
+"""The shell around admission, batching and engine: frames in, steps through the device, frames out.
 
-The event loop decides and never computes; one thread per device computes and never decides. The thread takes steps in
-the order in which they came, so every session's log stays in order.
+The event loop decides and never computes; one thread per device computes and never decides. Steps of all sessions wait
+in the batching core, which says what runs together in the next forward; a step may be spread over several.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import structlog
 
 from fusion_node.daemon.admission_core import MAX_QUEUED_ROWS, Admission, RefusalCode, Refused, Session
-from fusion_node.engine.device import prepare_thread
-from fusion_node.engine.kv_cache import SessionKV
+from fusion_node.engine.batching_core import Batch, BatchingCore, Overload, Priority, Work
+from fusion_node.engine.device import prepare_thread, release_cached_memory
 from fusion_node.engine.session_log_core import Duplicate, StepFault, StepRows
-from fusion_node.engine.stage import Stage, StepInput
-from fusion_node.engine.tensor_codec import RowsNotFinite, decode_rows, encode_rows
+from fusion_node.engine.shard_engine import KVLost, PlannedBatch, ShardEngine
+from fusion_node.engine.tensor_codec import RowsNotFinite, StepTensors
 from fusion_node.errors import FusionError, PeerError, RemoteProtocolError, ResourceExhausted
 from fusion_node.types import MonotonicS, PeerId, UnixS
 from p2p.identity import short
@@ -40,12 +41,15 @@ from p2p.messages import (
     StatusRequest,
     Step,
     StepResult,
-    TensorMeta,
 )
 from p2p.records import Plan, Refusal, open_plan
 
 CONNECT_SUCCESSOR_S = 8.0
 """For dialling the next stage while a session opens; the user's side waits longer than this."""
+
+QUEUE_DEADLINE_S = 20.0
+"""A step that has waited so long is not begun any more: the user's side gives up on it after 30 s, and had better go
+elsewhere before."""
 
 _MAX_US = 2**32 - 1
 
@@ -54,20 +58,24 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _OnDevice:
-    """What a session has on the device."""
+    """A session that is served. The batching core knows it by this object: an id may be opened anew."""
 
     session: Session
-    stage: Stage
-    kv: SessionKV
 
 
-@dataclass(frozen=True, slots=True)
-class _Computed:
-    tensor: TensorMeta
-    payload: memoryview
-    returned: tuple[int, ...]
-    began_us: int
-    compute_us: int
+@dataclass(slots=True, eq=False)
+class _Step:
+    """A step on its way through the devices."""
+
+    on_device: _OnDevice
+    message: Step
+    rows: StepRows
+    tensors: StepTensors
+    queued_us: int
+    began_us: int | None = None
+    compute_us: int = 0
+    has_moved: bool = False
+    unfit: _Unfit | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,36 +87,53 @@ class _Unfit:
     is_senders: bool
 
 
-_Outcome = _Computed | _Unfit | None
-"""Of one step on the device; None when its session ended before its turn came."""
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """One forward on its way through the devices."""
+
+    batch: Batch
+    planned: PlannedBatch
+    steps: tuple[_Step, ...]
+    rows: list[Any] = field(default_factory=list)
+    """Per piece what the device before has made."""
+    seconds: float = 0.0
 
 
 class NodeServer:
-    """Serves sessions of one stage.
+    """Serves sessions of one shard.
 
     Args:
         own_record: gives the node's present signed record, for StatusRequest.
+        batching: decides the forwards; a new one if not given.
         clock, unix_clock: monotonic and Unix seconds.
     """
 
     def __init__(
         self,
-        stage: Stage,
+        engine: ShardEngine,
         admission: Admission,
         *,
         own_record: Callable[[], bytes],
+        batching: BatchingCore | None = None,
         clock: Callable[[], float] = time.monotonic,
         unix_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._stage = stage
+        self._engine = engine
         self._admission = admission
+        self._batching = batching or BatchingCore()
         self._own_record = own_record
         self._clock = clock
         self._unix_clock = unix_clock
         self._on_device: dict[bytes, _OnDevice] = {}
-        self._device = ThreadPoolExecutor(1, thread_name_prefix="device", initializer=prepare_thread)
+        self._devices = [
+            ThreadPoolExecutor(1, thread_name_prefix=f"device-{index}", initializer=prepare_thread)
+            for index in range(engine.num_devices)
+        ]
+        self._is_first_busy = False
+        self._is_closed = False
+        self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._running: set[asyncio.Future[_Outcome]] = set()
+        self._running: set[asyncio.Future[None]] = set()
         self._started_at = clock()
         self._pool: LinkPool | None = None
         self.counters: Counter[str] = Counter()
@@ -155,15 +180,23 @@ class NodeServer:
             self._tell_user(session, "lease-expired", "nothing was heard of the session", "")
             self._forget(session)
 
+    def end_all(self, code: str, reason: str) -> None:
+        """Ends every session; its user is told why."""
+        for session in self._admission.sessions:
+            self._end(session, code, reason, culprit="")
+
     async def drain(self, *, timeout_s: float) -> None:
         """Takes no more sessions, finishes what is running, and hands the rest back to its users."""
         self._admission.draining = True
+        self._is_closed = True
         if self._running:
             await asyncio.wait(self._running, timeout=timeout_s)
-        for session in self._admission.sessions:
-            self._end(session, "draining", "the node is shutting down", culprit="")
-        # The thread ends with the step it is in: a process that exits in the middle of one may crash.
-        self._device.shutdown(wait=False, cancel_futures=True)
+        self.end_all("draining", "the node is shutting down")
+        if self._timer is not None:
+            self._timer.cancel()
+        # A thread ends with the forward it is in: a process that exits in the middle of one may crash.
+        for device in self._devices:
+            device.shutdown(wait=False, cancel_futures=True)
 
     def _open(self, peer: PeerId, message: OpenSession) -> None:
         """Admits a session in the call that read the message, so that a close that follows finds it."""
@@ -177,14 +210,7 @@ class NodeServer:
         if isinstance(session, Refused):
             self._refuse(peer, message, session)
             return
-        stage = self._stage.part(session.layers)
-        try:
-            kv = stage.new_kv(plan.max_positions)
-        except ResourceExhausted as error:
-            log.warning("no room for a session that was admitted", reason=str(error))
-            self._give_back(session, message, Refused(RefusalCode.NO_MEMORY, "the device has no memory left"))
-            return
-        self._on_device[session.key] = _OnDevice(session, stage, kv)
+        self._on_device[session.key] = _OnDevice(session)
         if session.is_last:
             self._confirm(session, message)
         else:
@@ -240,7 +266,7 @@ class NodeServer:
 
     def _forget(self, session: Session) -> None:
         if self._is_open(session):
-            del self._on_device[session.key]
+            self._batching.cancel(self._on_device.pop(session.key))
 
     def _is_open(self, session: Session) -> bool:
         """Whether this very session is served: its id may have been opened anew since."""
@@ -252,15 +278,13 @@ class NodeServer:
     def _take_step(self, peer: PeerId, message: Step, payload: memoryview) -> None:
         session = self._admission.get(message.session, epoch=message.epoch, source=peer)
         on_device = self._on_device.get(message.session)
-        if session is None or on_device is None:
+        if session is None or on_device is None or on_device.session is not session:
             # Steps in flight when a session ends are no fault, and a stranger learns nothing from silence.
             self.counters["steps_without_session"] += 1
             return
-        stage = on_device.stage
-        if message.tensor.row_size != stage.hidden_size or message.tensor.dtype != stage.numerics.wire_dtype:
-            self._end(
-                session, "bad-shape", f"rows must be {stage.numerics.wire_dtype} of {stage.hidden_size}", culprit=peer
-            )
+        dtype, size = self._engine.wire_dtype, self._engine.hidden_size
+        if message.tensor.row_size != size or message.tensor.dtype != dtype:
+            self._end(session, "bad-shape", f"rows must be {dtype} of {size}", culprit=peer)
             return
         if len(message.timings) != session.stage:
             # Every stage adds one. A list that is full already would make the next stage refuse ours as malformed, and
@@ -285,91 +309,183 @@ class NodeServer:
                 self._end(session, rows.value, f"the step does not follow the log: {rows.value}", culprit=peer)
             case StepRows():
                 self._admission.renew(session, now=self._now())
-                session.num_queued_rows += message.tensor.num_rows
-                self._submit(session, on_device, message, rows, payload)
+                self._queue(on_device, message, rows, payload)
 
-    def _submit(
-        self, session: Session, on_device: _OnDevice, message: Step, rows: StepRows, payload: memoryview
-    ) -> None:
-        queued_us = _now_us()
-        last = session.is_last
+    def _queue(self, on_device: _OnDevice, message: Step, rows: StepRows, payload: memoryview) -> None:
+        session, now = on_device.session, self._now()
+        step = _Step(on_device, message, rows, StepTensors(message.tensor, payload, rows.live_rows), _now_us())
+        overload = self._batching.add(
+            Work(
+                session=on_device,
+                user=session.user,
+                # A step without a live row takes its turn as well: what it moves, it moves behind the steps before it.
+                num_rows=max(1, len(rows.live_rows)),
+                group=session.layers,
+                priority=Priority(session.plan.priority),
+                is_tree=not rows.is_chain,
+                moves_kv=rows.move is not None,
+                arrived=now,
+                deadline=now + QUEUE_DEADLINE_S,
+                payload=step,
+            ),
+            now=now,
+        )
+        if overload is not None:
+            reason = {
+                Overload.NODE: "too many rows wait for this node: go elsewhere, or try again later",
+                Overload.USER: "too many rows of yours wait for this node: send fewer at once",
+            }[overload]
+            self._end(session, overload.value, reason, culprit="")
+            return
+        session.num_queued_rows += message.tensor.num_rows
+        # Not at once: what else has come by now takes part in the same forward.
+        asyncio.get_running_loop().call_soon(self._pump)
 
-        def compute() -> _Outcome:
-            began_us = _now_us()
-            returned: tuple[int, ...] = ()
-            if not self._is_open(session):
-                return None
-            try:
-                hidden = decode_rows(message.tensor, payload)
-            except RowsNotFinite as error:
-                return _Unfit("bad-rows", str(error), is_senders=True)
-            is_whole = len(rows.live_rows) == message.tensor.num_rows
-            live = hidden if is_whole else hidden[list(rows.live_rows)]
-            (out,) = on_device.stage.forward([StepInput(on_device.kv, rows, live)])
-            if last:
-                row_of = {node: row for row, node in enumerate(rows.nodes)}
-                returned = tuple(node for node in message.want if node in row_of)
-                out = out[[row_of[node] for node in returned]]
-            elif not is_whole:
-                # Dead rows keep their place, so that every stage reads the same table of nodes.
-                padded = out.new_zeros((message.tensor.num_rows, out.shape[1]))
-                padded[list(rows.live_rows)] = out
-                out = padded
-            try:
-                tensor, encoded = encode_rows(out, on_device.stage.numerics.wire_dtype)
-            except RowsNotFinite as error:
-                # Of finite rows. Passed on, they would be held against this node; whose fault it is nobody can say.
-                return _Unfit("overflow", f"{error} in layers {session.layers}", is_senders=False)
-            return _Computed(tensor, encoded, returned, began_us, _now_us() - began_us)
+    # forwards
 
-        future = asyncio.get_running_loop().run_in_executor(self._device, compute)
+    def _pump(self) -> None:
+        """Starts a forward when the first device is idle and something waits."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._is_first_busy or self._is_closed:
+            return
+        now = self._now()
+        self._end_lost(self._batching.handle_timer(now=now), "overloaded", "a step waited too long for this node")
+        batch = self._batching.next_batch(now=now)
+        if batch is not None:
+            self._start(batch)
+            return
+        due = self._batching.get_timer()
+        if due is not None:
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, due - now), self._pump)
+
+    def _start(self, batch: Batch) -> None:
+        work = []
+        for piece in batch.pieces:
+            step: _Step = piece.work.payload
+            stop = min(piece.stop, len(step.rows.live_rows))
+            work.append((step.on_device.session.key, step.rows, piece.start, stop, not step.has_moved))
+            step.has_moved = True
+        planned = self._engine.plan(batch.pieces[0].work.payload.on_device.session.layers, work)
+        self._is_first_busy = True
+        self._submit(_Flight(batch, planned, tuple(piece.work.payload for piece in batch.pieces)), 0)
+
+    def _submit(self, flight: _Flight, device: int) -> None:
+        future = asyncio.get_running_loop().run_in_executor(self._devices[device], self._compute, flight, device)
         self._running.add(future)
 
-        def done(future: asyncio.Future[_Outcome]) -> None:
+        def done(future: asyncio.Future[None]) -> None:
             self._running.discard(future)
-            session.num_queued_rows -= message.tensor.num_rows
-            self._finish(session, message, rows, future, queued_us)
+            is_over = future.cancelled() or future.exception() is not None or device + 1 == len(self._devices)
+            if not is_over:
+                self._submit(flight, device + 1)
+            if device == 0:
+                self._is_first_busy = False
+            if is_over:
+                self._land(flight, future)
+            self._pump()
 
         future.add_done_callback(done)
 
-    def _finish(
-        self, session: Session, message: Step, rows: StepRows, future: asyncio.Future[_Outcome], queued_us: int
-    ) -> None:
-        if future.cancelled() or not self._is_open(session):
+    def _compute(self, flight: _Flight, device: int) -> None:
+        """On the thread of a device."""
+        began_us = _now_us()
+        if device == 0:
+            flight.rows = [
+                self._rows_of(step, piece.start, piece.stop)
+                for step, piece in zip(flight.steps, flight.batch.pieces, strict=True)
+            ]
+            for step in flight.steps:
+                step.began_us = began_us if step.began_us is None else step.began_us
+        flight.rows = self._engine.run(flight.planned, flight.rows, device=device)
+        if device + 1 == len(self._devices):
+            for step, piece, rows in zip(flight.steps, flight.batch.pieces, flight.rows, strict=True):
+                if rows is not None:
+                    self._keep(step, piece.start, piece.stop == piece.work.num_rows, rows)
+        compute_us = _now_us() - began_us
+        flight.seconds += compute_us / 1e6
+        for step in flight.steps:
+            step.compute_us += compute_us
+
+    def _rows_of(self, step: _Step, start: int, stop: int) -> Any:
+        if not self._is_open(step.on_device.session):
+            return None
+        try:
+            return step.tensors.live_rows(start, stop)
+        except RowsNotFinite as error:
+            step.unfit = _Unfit("bad-rows", str(error), is_senders=True)
+            return None
+
+    def _keep(self, step: _Step, start: int, is_last: bool, rows: Any) -> None:
+        session = step.on_device.session
+        try:
+            step.tensors.keep(start, rows)
+            if is_last:
+                if session.is_last:
+                    step.tensors.finish_wanted(step.rows.nodes, step.message.want, self._engine.wire_dtype)
+                else:
+                    step.tensors.finish_all(self._engine.wire_dtype)
+        except RowsNotFinite as error:
+            # Of finite rows. Passed on, they would be held against this node; whose fault it is nobody can say.
+            step.unfit = _Unfit("overflow", f"{error} in layers {session.layers}", is_senders=False)
+
+    def _land(self, flight: _Flight, future: asyncio.Future[None]) -> None:
+        """A forward has come to its end, or has failed on a device."""
+        now, batch = self._now(), flight.batch
+        if future.cancelled():
             return
         match future.exception():
             case None:
-                computed = future.result()
-            case FusionError() as error:
-                self._end(session, "no-memory", str(error), culprit="")
-                return
+                self.counters["forwards"] += 1
+                self.counters["compute_us"] += int(1e6 * flight.seconds)
+                for step in flight.steps:
+                    if step.unfit is not None and self._is_open(step.on_device.session):
+                        session = step.on_device.session
+                        culprit = session.previous if step.unfit.is_senders else ""
+                        self._end(session, step.unfit.code, step.unfit.reason, culprit=culprit)
+                for work in self._batching.done(batch, seconds=flight.seconds, now=now):
+                    self._finish(work.payload)
+            case ResourceExhausted() as error:
+                log.warning("a forward did not fit", rows=batch.num_rows, reason=str(error))
+                self.counters["forwards_out_of_memory"] += 1
+                release_cached_memory(self._engine.stages[0].device)
+                lost = self._batching.failed(batch, out_of_memory=True, now=now)
+                if isinstance(error, KVLost):
+                    lost = [piece.work for piece in batch.pieces]
+                self._end_lost(lost, "no-memory", str(error))
             case error:
                 # Never the sender's fault: what can be wrong with its rows was checked before.
-                log.error("step failed", error=type(error).__name__, exc_info=error)
-                self._end(session, "internal", "an error inside the node", culprit="")
-                return
-        if computed is None:
-            return
-        if isinstance(computed, _Unfit):
-            culprit = session.previous if computed.is_senders else ""
-            self._end(session, computed.code, computed.reason, culprit=culprit)
+                log.error("a forward failed", error=type(error).__name__, exc_info=error)
+                lost = self._batching.failed(batch, out_of_memory=False, now=now)
+                self._end_lost(lost, "internal", "an error inside the node")
+
+    def _end_lost(self, lost: list[Work], code: str, reason: str) -> None:
+        for work in lost:
+            session = work.payload.on_device.session
+            if self._is_open(session):
+                self._end(session, code, reason, culprit="")
+
+    def _finish(self, step: _Step) -> None:
+        """All rows of a step are computed: on to the next stage, or back to the user."""
+        session, message = step.on_device.session, step.message
+        session.num_queued_rows -= message.tensor.num_rows
+        if not self._is_open(session):
             return
         # Also now: a step of many rows on a slow device takes longer than a lease lasts.
         self._admission.renew(session, now=self._now())
         self.counters["steps"] += 1
-        self.counters["rows"] += len(rows.live_rows)
-        self.counters["compute_us"] += computed.compute_us
-        timing = StageTiming(min(computed.began_us - queued_us, _MAX_US), min(computed.compute_us, _MAX_US))
-        timings = (*message.timings, timing)
+        self.counters["rows"] += len(step.rows.live_rows)
+        queue_us = 0 if step.began_us is None else step.began_us - step.queued_us
+        timings = (*message.timings, StageTiming(min(queue_us, _MAX_US), min(step.compute_us, _MAX_US)))
+        tensor, payload = step.tensors.encoded()
         forward: AnyMessage
         if session.is_last:
-            forward = StepResult(
-                session.key, message.epoch, message.sequence, computed.returned, computed.tensor, timings
-            )
+            forward = StepResult(session.key, message.epoch, message.sequence, step.tensors.returned, tensor, timings)
         else:
-            forward = msgspec.structs.replace(message, tensor=computed.tensor, timings=timings)
+            forward = msgspec.structs.replace(message, tensor=tensor, timings=timings)
         try:
-            self._require_pool().send(session.next, forward, computed.payload)
+            self._require_pool().send(session.next, forward, payload)
         except PeerError as error:
             self._end(session, PEER_LOST, str(error), culprit=session.next)
         except FusionError as error:

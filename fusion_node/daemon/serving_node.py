@@ -17,6 +17,7 @@ from fusion_node.daemon.config import NodeConfig
 from fusion_node.daemon.server import NodeServer
 from fusion_node.engine.device import choose_device, describe_device, free_memory_bytes, set_threads
 from fusion_node.engine.numerics import numerics_class
+from fusion_node.engine.shard_engine import ShardEngine
 from fusion_node.engine.stage import Stage
 from fusion_node.errors import FusionError, ResourceExhausted
 from fusion_node.store import StoredModel
@@ -157,20 +158,23 @@ class ServingNode:
         self._stage = stage = shard.stage
         self._seconds_per_layer = shard.seconds_per_layer
         self._discovery = discovery
+        engine = ShardEngine(
+            [stage],
+            kv_budget_bytes=config.kv_memory_bytes or int(free_memory_bytes(stage.device) * _KV_SHARE),
+        )
         self._admission = admission = Admission(
             peer=identity.peer_id,
             model_id=shard.model.model_id,
             layers=stage.layers,
             numerics=stage.numerics.name,
-            budget_bytes=config.kv_memory_bytes or int(free_memory_bytes(stage.device) * _KV_SHARE),
-            kv_bytes_per_position_layer=stage.kv_bytes_per_position // len(stage.layers),
+            blocks=engine.blocks,
         )
         self._device_name = describe_device(stage.device)
         self._data_addresses: tuple[str, ...] = ()
         self._last_sequence = 0
         self._record = b""
         self._record_made_at = -math.inf
-        self._server = NodeServer(stage, admission, own_record=self._own_record)
+        self._server = NodeServer(engine, admission, own_record=self._own_record)
         self._pool = LinkPool(
             WebSocketNetwork(identity),
             identity.peer_id,

@@ -2,45 +2,179 @@
 
 Every decoder class that looks its attention function up by name can thus run T packed tokens of any number of
 sequences in one call, each sequence with its own KV: ``model(inputs_embeds=[1, T, D], position_ids=[1, T],
-use_cache=False, batch=PackedBatch)``.
+use_cache=False, batch=PackedBatch)``. What a family asks for beyond the plain form comes as keyword arguments of its
+attention module: a sliding window, a soft cap of the scores, attention sinks, values of another size than keys.
 
-Shapes: T packed tokens, S KV slots in use, N query heads, K KV heads, G = N / K, H head dim.
+A sequence whose slots lie side by side is read in place. Single tokens of short sequences attend together, gathered
+and padded: there the calls cost more than the copies.
+
+Shapes: T packed tokens, S KV slots that a group reads, B sequences of a group, N query heads, K KV heads, G = N / K,
+H head dim, P slots of the pool.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from fusion_node.engine.kv_cache import SessionKV
+from fusion_node.engine.numerics import round_to
 
 ATTENTION_NAME = "fusion_packed"
+
+_PAD_BELOW_BYTES = {"cpu": 96 * 1024, "cuda": 4 * 1024 * 1024}
+"""KV of one sequence in one layer, up to which single tokens attend together. Measured on two CPU cores: one call costs
+as much as copying this. On a GPU, launches dominate for longer."""
+
+_MAX_SCORES = 2**24
+"""Scores of one manual attention call; more rows are taken one part after the other, to keep memory flat."""
+
+
+class KVReader(Protocol):
+    """The part of a KV pool that attention needs (fusion_node.engine.kv_cache.KVPool)."""
+
+    device: torch.device
+
+    def write(
+        self, layer: int, slots: slice | torch.Tensor, keys_KTH: torch.Tensor, values_KTH: torch.Tensor
+    ) -> None: ...
+
+    def read(
+        self, layer: int, slots: slice | torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def bytes_per_slot_of(self, layer: int) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """One sequence's share of a packed batch: tokens ``[start, stop)``, whose KV goes to ``first_slot`` onwards.
+    """One sequence's share of a packed batch: tokens ``[start, stop)``, which take the slots from ``first_slot`` on.
+
+    Slots are counted within the sequence; ``runs`` says where in the pool they lie.
 
     Attributes:
-        mask_TS: which slots each token sees; None means all slots up to its own (causal).
+        runs: the sequence's places in the pool up to the last token's, in order.
+        positions: of the tokens.
+        visible: per token a bit mask of the slots from ``num_committed`` on that it sees; None means causal, and then
+            slot and position are the same.
+        num_committed: slots in front that every token sees; their positions are their slots.
+        live_positions: of the slots from ``num_committed`` on, unless causal.
     """
 
     start: int
     stop: int
-    kv: SessionKV
     first_slot: int
-    mask_TS: torch.Tensor | None
+    runs: tuple[range, ...]
+    positions: Sequence[int]
+    visible: Sequence[int] | None = None
+    num_committed: int = 0
+    live_positions: Sequence[int] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def num_slots(self) -> int:
+        return self.first_slot + self.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
-class PackedBatch:
-    """What the attention needs to know of a packed call."""
+class _Group:
+    """Tokens that attend in one call.
 
+    Attributes:
+        tokens: which of the packed tokens; an index ``[B]`` when they are of different sequences.
+        slots: the pool's slots that they read; ``[B * S]`` when they are of different sequences.
+        mask: added to the scores, ``[T, S]`` or ``[B, 1, 1, S]``.
+    """
+
+    tokens: slice | torch.Tensor
+    slots: slice | torch.Tensor
+    mask: torch.Tensor | None = None
+    is_causal: bool = False
+    num_sequences: int = 1
+
+
+@dataclass(slots=True)
+class PackedBatch:
+    """What the attention needs to know of a packed call.
+
+    Attributes:
+        first_layer: what the first layer of the pool calls itself.
+        query_dtype: to which queries are rounded before the scores, when it is not their own type.
+    """
+
+    pool: KVReader
     segments: tuple[Segment, ...]
+    first_layer: int = 0
+    query_dtype: torch.dtype | None = None
+    new_slots: slice | torch.Tensor = field(init=False)
+    """Where in the pool the new tokens go."""
+    _groups: dict[tuple[int | None, int, torch.dtype], list[_Group]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.new_slots = self._place([r for s in self.segments for r in _cut(s.runs, s.first_slot)])
+
+    def groups(self, window: int | None, layer: int, dtype: torch.dtype) -> list[_Group]:
+        """How the tokens attend in a layer with this sliding window; made once per batch and kind of layer."""
+        device = self.pool.device
+        short_slots = _PAD_BELOW_BYTES.get(device.type, 0) // self.pool.bytes_per_slot_of(layer)
+        key = (window, short_slots, dtype)
+        if key not in self._groups:
+            short = [
+                s for s in self.segments
+                if s.num_tokens == 1 and s.visible is None and s.num_slots - _first_seen(s, window) <= short_slots
+            ]  # fmt: skip
+            together = short if len(short) > 1 else []
+            groups = [self._group(s, window, dtype) for s in self.segments if s not in together]
+            if together:
+                groups.append(self._padded(together, window, dtype))
+            self._groups[key] = groups
+        return self._groups[key]
+
+    def _group(self, s: Segment, window: int | None, dtype: torch.dtype) -> _Group:
+        first = _first_seen(s, window)
+        tokens, slots = slice(s.start, s.stop), self._place(_cut(s.runs, first))
+        if s.visible is not None:
+            return _Group(tokens, slots, self._mask(_tree_mask(s, window), dtype))
+        if s.num_tokens == 1:
+            return _Group(tokens, slots)
+        if s.first_slot == 0 and (window is None or s.num_slots <= window):
+            return _Group(tokens, slots, is_causal=True)
+        own, seen = np.arange(s.first_slot, s.num_slots)[:, None], np.arange(first, s.num_slots)
+        sees = seen <= own
+        if window is not None:
+            sees &= own - seen < window
+        return _Group(tokens, slots, self._mask(sees, dtype))
+
+    def _padded(self, segments: list[Segment], window: int | None, dtype: torch.dtype) -> _Group:
+        rows = [np.concatenate([_arange(r) for r in _cut(s.runs, _first_seen(s, window))]) for s in segments]
+        longest = max(map(len, rows))
+        slots = np.stack([np.pad(row, (0, longest - len(row)), mode="edge") for row in rows])
+        sees = np.arange(longest) < np.array([len(row) for row in rows])[:, None]
+        return _Group(
+            torch.tensor([s.start for s in segments], device=self.pool.device),
+            torch.from_numpy(slots.reshape(-1)).to(self.pool.device),
+            None if sees.all() else self._mask(sees[:, None, None], dtype),
+            num_sequences=len(segments),
+        )
+
+    def _place(self, runs: Sequence[range]) -> slice | torch.Tensor:
+        if all(after.start == before.stop for before, after in itertools.pairwise(runs)):
+            return slice(runs[0].start, runs[-1].stop)
+        return torch.from_numpy(np.concatenate([_arange(r) for r in runs])).to(self.pool.device)
+
+    def _mask(self, sees: npt.NDArray[np.bool_], dtype: torch.dtype) -> torch.Tensor:
+        mask = torch.zeros(sees.shape, dtype=dtype)
+        return mask.masked_fill_(torch.from_numpy(~sees), -torch.inf).to(self.pool.device)
 
 
 def packed_attention(
@@ -52,48 +186,155 @@ def packed_attention(
     *,
     scaling: float,
     batch: PackedBatch,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention function. Returns ``[1, T, N, H]``."""
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    outputs = [
-        _attend(
-            query_1NTH[:, :, s.start : s.stop], key_1KTH[:, :, s.start : s.stop], value_1KTH[:, :, s.start : s.stop],
-            s, layer, scaling,
-        )
-        for s in batch.segments
-    ]  # fmt: skip
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
+    """The attention function. Returns ``[1, T, N, H]``.
+
+    Args:
+        sliding_window: how many positions up to its own a token sees.
+        softcap: scores become ``softcap * tanh(scores / softcap)``.
+        s_aux: ``[N]``, per head a score that takes its share of the softmax and has no value: an attention sink.
+    """
+    layer: int = module.layer_idx - batch.first_layer  # type: ignore[assignment, operator]
+    batch.pool.write(layer, batch.new_slots, key_1KTH[0], value_1KTH[0])
+    dtype = query_1NTH.dtype
+    if batch.query_dtype is not None:
+        query_1NTH = round_to(query_1NTH, batch.query_dtype).to(dtype)
+    groups = batch.groups(sliding_window, layer, dtype)
+    if len(groups) == 1:
+        return _attend(query_1NTH, batch.pool, layer, groups[0], scaling, softcap, s_aux), None
+    out_1TNH: torch.Tensor | None = None
+    for group in groups:
+        part_1TNH = _attend(query_1NTH[:, :, group.tokens], batch.pool, layer, group, scaling, softcap, s_aux)
+        if out_1TNH is None:
+            out_1TNH = part_1TNH.new_empty((1, query_1NTH.shape[2], *part_1TNH.shape[2:]))
+        out_1TNH[:, group.tokens] = part_1TNH
+    if out_1TNH is None:
+        raise ValueError("a packed batch has at least one segment")
+    return out_1TNH, None
 
 
 def _attend(
-    query_1NTH: torch.Tensor, key_1KTH: torch.Tensor, value_1KTH: torch.Tensor, s: Segment, layer: int, scaling: float
+    query_1NTH: torch.Tensor,
+    pool: KVReader,
+    layer: int,
+    group: _Group,
+    scaling: float,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
 ) -> torch.Tensor:
-    keys_1KSH, values_1KSH = s.kv.append(layer, s.first_slot, key_1KTH, value_1KTH)
-    _, num_heads, num_tokens, head_dim = query_1NTH.shape
-    num_kv_heads = keys_1KSH.shape[1]
-    if num_tokens == 1 and s.mask_TS is None:
-        # One token sees every slot, so the G query heads of a KV head can stand as G queries: no repeated keys.
-        grouped = query_1NTH.reshape(1, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        return F.scaled_dot_product_attention(grouped, keys_1KSH, values_1KSH, scale=scaling).view(
-            1, 1, num_heads, head_dim
-        )
-    mask = s.mask_TS
-    first_chunk = s.first_slot == 0 and mask is None
-    if mask is None and not first_chunk:
-        num_slots = keys_1KSH.shape[2]
-        slots = torch.arange(num_slots, device=query_1NTH.device)
-        mask = slots[None, :] <= slots[s.first_slot :, None]
-    out_1NTH = F.scaled_dot_product_attention(
-        query_1NTH,
-        keys_1KSH,
-        values_1KSH,
-        attn_mask=mask,
-        is_causal=first_chunk,
-        scale=scaling,
-        enable_gqa=num_kv_heads != num_heads,
+    """One group. Returns ``[1, T, N, H]``."""
+    keys_KSH, values_KSH = pool.read(layer, group.slots, query_1NTH.dtype)
+    num_heads, num_tokens, num_kv_heads = query_1NTH.shape[1], query_1NTH.shape[2], keys_KSH.shape[0]
+    num_sequences = group.num_sequences
+    keys_BKSH, values_BKSH = (
+        t.unsqueeze(0) if num_sequences == 1 else t.view(num_kv_heads, num_sequences, -1, t.shape[2]).transpose(0, 1)
+        for t in (keys_KSH, values_KSH)
     )
-    return out_1NTH.transpose(1, 2)
+    if num_sequences > 1:
+        # Each sequence has one token: the sequences become the batch.
+        query_BNTH = query_1NTH.permute(2, 1, 0, 3)
+        num_tokens = 1
+    else:
+        query_BNTH = query_1NTH
+    if softcap is None and s_aux is None:
+        if num_tokens == 1:
+            # One token sees every slot, so the G query heads of a KV head can stand as G queries: no repeated keys.
+            grouped = query_BNTH.reshape(num_sequences, num_kv_heads, num_heads // num_kv_heads, -1)
+            out = F.scaled_dot_product_attention(
+                grouped, keys_BKSH, values_BKSH, attn_mask=group.mask, scale=scaling
+            ).reshape(num_sequences, num_heads, 1, -1)
+        else:
+            out = F.scaled_dot_product_attention(
+                query_BNTH,
+                keys_BKSH,
+                values_BKSH,
+                attn_mask=group.mask,
+                is_causal=group.is_causal,
+                scale=scaling,
+                enable_gqa=num_kv_heads != num_heads,
+            )
+    else:
+        out = _attend_manually(query_BNTH, keys_BKSH, values_BKSH, group, scaling, softcap, s_aux)
+    return out.permute(2, 0, 1, 3) if num_sequences > 1 else out.transpose(1, 2)
+
+
+def _attend_manually(
+    query_BNTH: torch.Tensor,
+    keys_BKSH: torch.Tensor,
+    values_BKSH: torch.Tensor,
+    group: _Group,
+    scaling: float,
+    softcap: float | None,
+    s_aux: torch.Tensor | None,
+) -> torch.Tensor:
+    """For what the fused kernels lack. Softmax in float32. Returns ``[B, N, T, H]``."""
+    num_sequences, num_heads, num_tokens, _ = query_BNTH.shape
+    num_kv_heads, num_slots = keys_BKSH.shape[1], keys_BKSH.shape[2]
+    rows = max(1, _MAX_SCORES // (num_sequences * num_heads * num_slots))
+    outs = []
+    for first in range(0, num_tokens, rows):
+        part = query_BNTH[:, :, first : first + rows]
+        folded = part.reshape(num_sequences, num_kv_heads, -1, part.shape[3])
+        scores = (folded @ keys_BKSH.transpose(2, 3) * scaling).float()
+        scores = scores.view(num_sequences, num_heads, part.shape[2], num_slots)
+        if softcap is not None:
+            scores = torch.tanh(scores / softcap) * softcap
+        if group.mask is not None:
+            mask = group.mask if group.mask.dim() == 4 else group.mask[first : first + rows]
+            scores = scores + mask
+        elif group.is_causal:
+            causal = torch.ones((part.shape[2], num_slots), dtype=torch.bool, device=scores.device).tril_(first)
+            scores = scores.masked_fill(~causal, -torch.inf)
+        if s_aux is not None:
+            sinks = s_aux.float().view(1, num_heads, 1, 1).expand(num_sequences, -1, part.shape[2], 1)
+            scores = torch.cat((scores, sinks), dim=3)
+        shares = torch.softmax(scores, dim=3)[..., :num_slots].to(values_BKSH.dtype)
+        out = shares.reshape(num_sequences, num_kv_heads, -1, num_slots) @ values_BKSH
+        outs.append(out.view(num_sequences, num_heads, part.shape[2], -1))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+
+
+def _first_seen(s: Segment, window: int | None) -> int:
+    """The first slot that any token of the segment may see."""
+    if window is None:
+        return 0
+    if s.visible is None:
+        return max(0, s.first_slot - window + 1)
+    # Positions of a tree do not follow its slots; what is committed does.
+    return min(max(0, min(s.positions) - window + 1), s.num_committed)
+
+
+def _cut(runs: Sequence[range], first: int) -> list[range]:
+    """The runs without their first ``first`` slots."""
+    kept = []
+    for run in runs:
+        if first < len(run):
+            kept.append(run[first:])
+        first = max(0, first - len(run))
+    return kept
+
+
+def _arange(run: range) -> npt.NDArray[np.int64]:
+    return np.arange(run.start, run.stop)
+
+
+def _tree_mask(s: Segment, window: int | None) -> npt.NDArray[np.bool_]:
+    """What each token of a tree sees of the slots from the first seen on, ``[T, S]``."""
+    visible, num_live = s.visible or (), s.num_slots - s.num_committed
+    num_bytes = (num_live + 7) // 8
+    packed = np.frombuffer(b"".join(v.to_bytes(num_bytes, "little") for v in visible), dtype=np.uint8)
+    tree = np.unpackbits(packed.reshape(len(visible), num_bytes), axis=1, bitorder="little")[:, :num_live]
+    sees = np.ones((len(visible), s.num_slots), dtype=bool)
+    sees[:, s.num_committed :] = tree.astype(bool)
+    if window is not None:
+        seen = np.concatenate([np.arange(s.num_committed), np.asarray(s.live_positions[:num_live], dtype=np.int64)])
+        sees &= np.asarray(s.positions)[:, None] - seen < window
+    mask: npt.NDArray[np.bool_] = sees[:, _first_seen(s, window) :]
+    return mask
 
 
 AttentionInterface.register(ATTENTION_NAME, packed_attention)

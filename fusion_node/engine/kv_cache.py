@@ -1,68 +1,141 @@
-"""The keys and values of one session on one stage.
+"""The keys and values of all sessions on one device: one pool of slots per layer, handed out in blocks.
 
-Shapes: L layers of the stage, K KV heads, C capacity in slots, S slots in use, H head dim, T new tokens.
+Which slots belong to whom is decided by fusion_node.engine.block_manager_core; here is only the memory. A slot holds
+one position of one session in every layer of the stage. Slots of a sequence mostly lie side by side, and are then read
+as a view; scattered ones are gathered.
+
+Shapes: K KV heads, P slots of the pool, S slots of one sequence, H head dim, T new tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 
-from fusion_node.engine.session_log_core import KVMove
+from fusion_node.engine.block_manager_core import BlockCopy, SlotMove
+from fusion_node.engine.numerics import round_to
+from fusion_node.errors import ConfigError
+from fusion_node.types import LayerRange
 
-_FIRST_CAPACITY = 256
-"""Slots. Grows by doubling up to what the session reserved: a reservation is a promise, not an allocation."""
 
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """What one layer keeps per position."""
 
-class SessionKV:
-    """KV slots of one session, grown as they are used."""
-
-    def __init__(
-        self,
-        *,
-        num_layers: int,
-        first_layer: int = 0,
-        num_kv_heads: int,
-        head_dim: int,
-        max_positions: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self.max_positions = max_positions
-        self._first_layer = first_layer
-        self._layout = (num_layers, 2, num_kv_heads, head_dim)
-        self._kv_L2KCH = torch.empty(
-            (num_layers, 2, num_kv_heads, min(_FIRST_CAPACITY, max_positions), head_dim), dtype=dtype, device=device
-        )
+    num_heads: int
+    key_dim: int
+    value_dim: int
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes allocated now."""
-        return self._kv_L2KCH.nbytes
+    def num_values(self) -> int:
+        return self.num_heads * (self.key_dim + self.value_dim)
 
-    def reserve(self, num_slots: int) -> None:
-        """Makes room for ``num_slots`` in all, keeping what is there."""
-        capacity = self._kv_L2KCH.shape[3]
-        if num_slots <= capacity:
-            return
-        num_layers, _, num_kv_heads, head_dim = self._layout
-        grown = min(max(num_slots, 2 * capacity), self.max_positions)
-        kv = self._kv_L2KCH.new_empty((num_layers, 2, num_kv_heads, grown, head_dim))
-        kv[:, :, :, :capacity] = self._kv_L2KCH
-        self._kv_L2KCH = kv
 
-    def move(self, move: KVMove) -> None:
-        """Closes the gaps that dead branches left, in all layers at once."""
-        sources = torch.tensor(move.sources, device=self._kv_L2KCH.device)
-        stop = move.first_slot + len(move.sources)
-        self._kv_L2KCH[:, :, :, move.first_slot : stop] = self._kv_L2KCH.index_select(3, sources)
+class KVPool:
+    """Keys and values of ``num_slots`` slots in the layers of one stage.
 
-    def append(
-        self, layer: int, first_slot: int, key_1KTH: torch.Tensor, value_1KTH: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes the new keys and values and returns all in use, ``[1, K, S, H]`` each, as views."""
-        stop = first_slot + key_1KTH.shape[2]
-        kv_2KCH = self._kv_L2KCH[layer - self._first_layer]
-        kv_2KCH[0, :, first_slot:stop] = key_1KTH[0]
-        kv_2KCH[1, :, first_slot:stop] = value_1KTH[0]
-        kv_2KSH = kv_2KCH[:, :, :stop]
-        return kv_2KSH[0].unsqueeze(0), kv_2KSH[1].unsqueeze(0)
+    On the CPU the memory is only promised: a page costs nothing before the first position in it is written.
+
+    Args:
+        layouts: one per layer of the stage.
+        dtype: of keys and values at rest.
+
+    Raises:
+        RuntimeError: whatever torch raises when the device is full (see device.memory_errors).
+    """
+
+    def __init__(
+        self, layouts: Sequence[KVLayout], num_slots: int, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.layouts = tuple(layouts)
+        self.num_slots = num_slots
+        self.dtype = dtype
+        self.device = device
+        self._keys_KPH = [self._empty(layout.num_heads, layout.key_dim) for layout in layouts]
+        self._values_KPH = [self._empty(layout.num_heads, layout.value_dim) for layout in layouts]
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """KV bytes that one position of one session takes on this stage."""
+        return bytes_per_slot(self.layouts, self.dtype)
+
+    def bytes_per_slot_of(self, layer: int) -> int:
+        """KV bytes of one position in one layer."""
+        return self.dtype.itemsize * self.layouts[layer].num_values
+
+    def write(self, layer: int, slots: slice | torch.Tensor, keys_KTH: torch.Tensor, values_KTH: torch.Tensor) -> None:
+        """Writes new keys and values, rounded to the type at rest.
+
+        Args:
+            slots: where each of the T tokens goes; a slice when they lie side by side.
+        """
+        for pool_KPH, new_KTH in ((self._keys_KPH[layer], keys_KTH), (self._values_KPH[layer], values_KTH)):
+            rounded_KTH = round_to(new_KTH, self.dtype)
+            if isinstance(slots, slice):
+                pool_KPH[:, slots] = rounded_KTH
+            else:
+                pool_KPH.index_copy_(1, slots, rounded_KTH)
+
+    def read(self, layer: int, slots: slice | torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of these slots as ``dtype``, ``[K, S, H]`` each: a view for a slice in the type at rest."""
+        keys_KPH, values_KPH = self._keys_KPH[layer], self._values_KPH[layer]
+        if isinstance(slots, slice):
+            return keys_KPH[:, slots].to(dtype), values_KPH[:, slots].to(dtype)
+        return keys_KPH.index_select(1, slots).to(dtype), values_KPH.index_select(1, slots).to(dtype)
+
+    def copy_block(self, copy: BlockCopy, block_slots: int) -> None:
+        """Copies a whole block: what a shared one needs before one of its holders writes to it."""
+        source = slice(copy.source * block_slots, (copy.source + 1) * block_slots)
+        target = slice(copy.target * block_slots, (copy.target + 1) * block_slots)
+        for tensor_KPH in (*self._keys_KPH, *self._values_KPH):
+            tensor_KPH[:, target] = tensor_KPH[:, source]
+
+    def move(self, move: SlotMove) -> None:
+        """Closes the gaps that dead branches left. All sources are read before any target is written."""
+        sources = torch.tensor(move.sources, device=self.device)
+        targets = torch.tensor(move.targets, device=self.device)
+        for tensor_KPH in (*self._keys_KPH, *self._values_KPH):
+            tensor_KPH.index_copy_(1, targets, tensor_KPH.index_select(1, sources))
+
+    def _empty(self, num_heads: int, dim: int) -> torch.Tensor:
+        return torch.empty((num_heads, self.num_slots, dim), dtype=self.dtype, device=self.device)
+
+
+class LayoutProbe:
+    """Stands in for a pool in the first call of a stage and notes what each layer wants to keep."""
+
+    def __init__(self, layers: LayerRange, device: torch.device) -> None:
+        self.device = device
+        self._layers = layers
+        self._seen: dict[int, tuple[KVLayout, torch.Tensor, torch.Tensor]] = {}
+
+    def write(self, layer: int, slots: slice | torch.Tensor, keys_KTH: torch.Tensor, values_KTH: torch.Tensor) -> None:
+        layout = KVLayout(keys_KTH.shape[0], keys_KTH.shape[2], values_KTH.shape[2])
+        self._seen[layer] = layout, keys_KTH, values_KTH
+
+    def read(self, layer: int, slots: slice | torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        _, keys_KTH, values_KTH = self._seen[layer]
+        return keys_KTH.to(dtype), values_KTH.to(dtype)
+
+    def bytes_per_slot_of(self, layer: int) -> int:
+        return 1
+
+    def layouts(self) -> tuple[KVLayout, ...]:
+        """What was seen, in order of the layers.
+
+        Raises:
+            ConfigError: a layer was not heard of.
+        """
+        if len(self._seen) != len(self._layers):
+            raise ConfigError(
+                f"only {len(self._seen)} of the layers {self._layers} attend through the attention interface of "
+                "transformers: this architecture cannot be served"
+            )
+        return tuple(self._seen[layer][0] for layer in sorted(self._seen))
+
+
+def bytes_per_slot(layouts: Sequence[KVLayout], dtype: torch.dtype) -> int:
+    """KV bytes of one position in these layers."""
+    return dtype.itemsize * sum(layout.num_values for layout in layouts)

@@ -62,6 +62,7 @@ class StepRows:
         visible: unless is_chain, per live row a bit mask of the slots from ``num_committed`` on that it sees.
         num_committed: slots in front that every row sees.
         move: KV to move first, if any.
+        live_positions: unless is_chain, the positions of the slots from ``num_committed`` on.
     """
 
     live_rows: tuple[int, ...]
@@ -72,6 +73,7 @@ class StepRows:
     visible: tuple[int, ...]
     num_committed: int
     move: KVMove | None
+    live_positions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,4 +222,7 @@ class SessionLog:
             visible=tuple(visible),
             num_committed=self.num_committed - len(committed_rows),
             move=move,
+            live_positions=()
+            if chain
+            else (*committed_rows.values(), *(entry.position for entry in self._live.values())),
         )

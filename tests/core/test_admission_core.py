@@ -18,6 +18,7 @@ from fusion_node.daemon.admission_core import (
     Refused,
     Session,
 )
+from fusion_node.engine.block_manager_core import BlockManager
 from fusion_node.types import LayerRange, ModelId, MonotonicS, PeerId
 from p2p.identity import Identity
 from p2p.messages import OpenSession
@@ -27,17 +28,16 @@ MODEL = ModelId("ab" * 32)
 US, OTHER, NEXT = (Identity.from_seed(bytes([n]) * 32).peer_id for n in (1, 2, 3))
 USERS = [Identity.from_seed(bytes([n]) * 32).peer_id for n in range(10, 16)]
 T0 = MonotonicS(1000.0)
-BYTES_PER_POSITION_LAYER = 10
 
 
-def admission(budget_bytes: int = 10_000) -> Admission:
+def admission(num_blocks: int = 20, block_slots: int = 5) -> Admission:
+    """Room for 100 positions."""
     return Admission(
         peer=US,
         model_id=MODEL,
         layers=LayerRange(10, 20),
         numerics="fp32",
-        budget_bytes=budget_bytes,
-        kv_bytes_per_position_layer=BYTES_PER_POSITION_LAYER,
+        blocks=BlockManager(num_blocks, block_slots=block_slots),
     )
 
 
@@ -78,13 +78,13 @@ def refusal(answer: object) -> RefusalCode:
     return answer.code
 
 
-def test_session_reserves_what_its_plan_says_for_the_layers_it_uses() -> None:
+def test_session_reserves_the_positions_of_its_plan() -> None:
     node = admission()
     assert node.free_positions == node.max_positions == 100
     session = open_(node, plan(positions=40, layers=(12, 17)))
     assert isinstance(session, Session)
-    assert session.reserved_bytes == 40 * 5 * BYTES_PER_POSITION_LAYER
-    assert node.free_positions == 80
+    assert node.blocks.reserved_slots == 40
+    assert node.free_positions == 60
     node.drop(session)
     node.drop(session)
     assert node.free_positions == 100
@@ -148,7 +148,7 @@ def test_paused_node_refuses_new_sessions_with_its_reason_and_keeps_those_that_r
 
 
 def test_limits_hold_per_user_and_for_all() -> None:
-    node = admission(budget_bytes=1 << 30)
+    node = admission(num_blocks=1 << 20)
     for number in range(MAX_SESSIONS_PER_USER):
         assert isinstance(open_(node, plan(session=number.to_bytes(16, "big"))), Session)
     assert refusal(open_(node, plan(session=b"z" * 16))) is RefusalCode.TOO_MANY_SESSIONS
@@ -225,7 +225,7 @@ class AdmissionMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.node = admission(budget_bytes=5_000)
+        self.node = admission(num_blocks=10)
         self.now = float(T0)
 
     @rule(
@@ -272,7 +272,7 @@ class AdmissionMachine(RuleBasedStateMachine):
     @invariant()
     def never_more_than_there_is(self) -> None:
         self.node.check_integrity()
-        assert sum(s.reserved_bytes for s in self.node.sessions) <= 5_000
+        assert self.node.blocks.reserved_slots <= 50
         assert 0 <= self.node.free_positions <= self.node.max_positions
 
     def teardown(self) -> None:
@@ -285,9 +285,9 @@ TestAdmissionMachine = AdmissionMachine.TestCase
 TestAdmissionMachine.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
 
 
-@given(budget=st.integers(0, 10_000), positions=st.lists(st.integers(1, 200), max_size=20))
+@given(budget=st.integers(0, 100), positions=st.lists(st.integers(1, 200), max_size=20))
 def test_reservations_fill_the_budget_and_never_exceed_it(budget: int, positions: list[int]) -> None:
-    node = admission(budget_bytes=budget)
+    node = admission(num_blocks=budget, block_slots=1)
     for number, wanted in enumerate(positions):
         free = node.free_positions
         answer = open_(node, plan(session=number.to_bytes(16, "big"), positions=wanted))

@@ -19,6 +19,7 @@ from fusion_node.daemon.admission_core import Admission
 from fusion_node.daemon.server import NodeServer
 from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.numerics import NumericsClass, numerics_class
+from fusion_node.engine.shard_engine import ShardEngine
 from fusion_node.engine.stage import Stage
 from fusion_node.engine.tensor_codec import decode_rows, encode_rows
 from fusion_node.errors import FusionError
@@ -156,15 +157,11 @@ class MemorySwarm:
         host, identity, clock = f"host{next(self._numbers)}", Identity.generate(), Clock()
         numerics = numerics or numerics_class("fp32")
         stage = stage or Stage.load(self.model, layers, numerics=numerics, device=CPU)
+        engine = ShardEngine([stage], kv_budget_bytes=budget_bytes)
         admission = Admission(
-            peer=identity.peer_id,
-            model_id=MODEL,
-            layers=layers,
-            numerics=numerics.name,
-            budget_bytes=budget_bytes,
-            kv_bytes_per_position_layer=stage.kv_bytes_per_position // len(layers),
+            peer=identity.peer_id, model_id=MODEL, layers=layers, numerics=numerics.name, blocks=engine.blocks
         )
-        server = NodeServer(stage, admission, own_record=lambda: made.record(), clock=clock)
+        server = NodeServer(engine, admission, own_record=lambda: made.record(), clock=clock)
         pool = LinkPool(
             MemoryNetwork(self.world, identity, host),
             identity.peer_id,

@@ -1,0 +1,176 @@
+"""The shard of one node: its layers on one or several devices, and the KV of all sessions.
+
+Two halves that never wait for each other: ``plan`` decides on the event loop where in the KV pool a batch goes, and
+``run`` computes it on the thread of a device. Batches are run in the order in which they were planned.
+
+Shapes: T tokens, D hidden size.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fusion_node.engine.block_manager_core import BLOCK_SLOTS, BlockCopy, BlockManager, SlotMove
+from fusion_node.engine.device import memory_errors
+from fusion_node.engine.session_log_core import StepRows
+from fusion_node.engine.stage import Stage, StepInput
+from fusion_node.errors import InvalidLayers, ResourceExhausted
+from fusion_node.types import LayerRange
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRows:
+    """Live rows ``[start, stop)`` of a step, and where the session's KV lies up to the last of them."""
+
+    step: StepRows
+    start: int
+    stop: int
+    runs: tuple[range, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBatch:
+    """One forward, ready to run.
+
+    Attributes:
+        layers: that all its sessions use.
+        changes: to the KV before the forward, in order.
+    """
+
+    layers: LayerRange
+    items: tuple[PlannedRows, ...]
+    changes: tuple[BlockCopy | SlotMove, ...]
+
+
+class KVLost(ResourceExhausted):
+    """The KV of the sessions in a batch is not what their logs say: memory ran out while it was moved."""
+
+
+class ShardEngine:
+    """Layers and KV.
+
+    Args:
+        stages: consecutive layers, one stage per device.
+        kv_budget_bytes: for the KV of all sessions, on all devices together.
+
+    Raises:
+        ResourceExhausted: not one block fits into the budget, or the budget not into memory.
+    """
+
+    def __init__(self, stages: Sequence[Stage], *, kv_budget_bytes: int) -> None:
+        self.stages = tuple(stages)
+        for before, after in itertools.pairwise(self.stages):
+            if before.layers.stop != after.layers.start:
+                raise InvalidLayers(f"layers {after.layers} do not follow {before.layers}")
+        self.layers = LayerRange(self.stages[0].layers.start, self.stages[-1].layers.stop)
+        self.kv_bytes_per_position = sum(stage.kv_bytes_per_position for stage in self.stages)
+        num_blocks = kv_budget_bytes // (self.kv_bytes_per_position * BLOCK_SLOTS)
+        if num_blocks == 0:
+            raise ResourceExhausted(
+                f"{kv_budget_bytes / 2**20:.0f} MiB for KV hold less than {BLOCK_SLOTS} positions of layers "
+                f"{self.layers}: serve fewer with --layers, or give more with --kv-memory"
+            )
+        self.blocks = BlockManager(num_blocks)
+        self._pools = [stage.new_pool(num_blocks * BLOCK_SLOTS) for stage in self.stages]
+        self._parts: dict[tuple[int, LayerRange], Stage] = {}
+
+    @property
+    def numerics(self) -> str:
+        return self.stages[0].numerics.name
+
+    @property
+    def wire_dtype(self) -> str:
+        return self.stages[0].numerics.wire_dtype
+
+    @property
+    def hidden_size(self) -> int:
+        return self.stages[0].hidden_size
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.stages)
+
+    @property
+    def num_weight_bytes(self) -> int:
+        return sum(stage.num_weight_bytes for stage in self.stages)
+
+    def plan(self, layers: LayerRange, work: Sequence[tuple[Hashable, StepRows, int, int, bool]]) -> PlannedBatch:
+        """Finds room for a batch.
+
+        Args:
+            layers: that all sessions of the batch use; within this shard's.
+            work: per piece the session's block table, the step, which of its live rows ``[start, stop)``, and whether
+                what the step moves is still to be moved.
+
+        Raises:
+            LocalProtocolError: a table is not open, or rows do not fit what it reserved.
+        """
+        items: list[PlannedRows] = []
+        changes: list[BlockCopy | SlotMove] = []
+        for key, step, start, stop, moves in work:
+            if moves and step.move is not None:
+                copies, move = self.blocks.move(key, step.move.first_slot, step.move.sources)
+                changes += copies
+                if move.sources:
+                    changes.append(move)
+            num_slots = step.first_slot + stop
+            changes += self.blocks.extend(key, num_slots, first_written=step.first_slot + start)
+            items.append(PlannedRows(step, start, stop, self.blocks.runs(key, num_slots)))
+        return PlannedBatch(layers, tuple(items), tuple(changes))
+
+    def run(
+        self, batch: PlannedBatch, rows: Sequence[torch.Tensor | None], *, device: int = 0
+    ) -> list[torch.Tensor | None]:
+        """Computes a batch on one of the devices: the first takes what came, the others what the one before made.
+
+        Args:
+            rows: per item of the batch, ``[T, D]``; None leaves the item out.
+
+        Returns:
+            Per item, the hidden rows after the last of this device's layers.
+
+        Raises:
+            KVLost: memory ran out while KV was moved.
+            ResourceExhausted: memory ran out; the KV of earlier rows is intact and the same batch may be run again, or
+                in smaller parts.
+        """
+        stage, pool = self.stages[device], self._pools[device]
+        try:
+            with memory_errors(f"no memory left on {stage.device} to move KV"):
+                for change in batch.changes:
+                    if isinstance(change, BlockCopy):
+                        pool.copy_block(change, BLOCK_SLOTS)
+                    else:
+                        pool.move(change)
+        except ResourceExhausted as error:
+            raise KVLost(str(error)) from error
+        part = self._part(device, batch.layers)
+        if part is None:
+            return list(rows)
+        # An entry of the log may leave no row alive: it is applied, and computes nothing.
+        inputs = [
+            StepInput(item.step, x_TD, item.runs, item.start)
+            for item, x_TD in zip(batch.items, rows, strict=True)
+            if x_TD is not None and len(x_TD)
+        ]
+        outputs = iter(part.forward(inputs, pool) if inputs else ())
+        return [x_TD if x_TD is None or not len(x_TD) else next(outputs) for x_TD in rows]
+
+    def check_layers(self, layers: LayerRange) -> None:
+        """Raises InvalidLayers unless the shard holds these layers."""
+        if layers.start < self.layers.start or layers.stop > self.layers.stop:
+            raise InvalidLayers(f"layers {layers} are not within {self.layers}")
+
+    def _part(self, device: int, layers: LayerRange) -> Stage | None:
+        stage = self.stages[device]
+        start, stop = max(layers.start, stage.layers.start), min(layers.stop, stage.layers.stop)
+        if start >= stop:
+            return None
+        key = device, LayerRange(start, stop)
+        if key not in self._parts:
+            self._parts[key] = stage.part(key[1])
+        return self._parts[key]
