@@ -22,6 +22,7 @@ from typing import Any
 
 from fusion_node.errors import LocalProtocolError, StoreCorrupted
 from fusion_node.store.files import parse_json_object, read_bounded
+from fusion_node.store.quantization import quantization_settings
 from fusion_node.store.safetensors_file import TensorSlot, read_header
 from fusion_node.types import ModelId
 from verification.manifest import (
@@ -91,6 +92,12 @@ class StoredModel:
     def num_layers(self) -> int:
         """Number of decoder layers."""
         return num_layers_of(self.config)
+
+    @property
+    def quantization(self) -> str:
+        """How the weights are quantised, in a few words; empty when they are plain."""
+        settings = quantization_settings(self.config)
+        return "" if settings is None else settings.label
 
     @property
     def size_bytes(self) -> int:

@@ -25,6 +25,7 @@ from fusion_node.store.files import (
 from fusion_node.store.hub import Hub
 from fusion_node.store.model import num_layers_of
 from fusion_node.store.progress import Progress
+from fusion_node.store.quantization import TORCHAO_METADATA_FILE, copy_torchao_metadata, quantization_settings
 
 SMALL_FILES = (
     "added_tokens.json",
@@ -37,6 +38,7 @@ SMALL_FILES = (
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer_config.json",
+    TORCHAO_METADATA_FILE,
     "vocab.json",
     "vocab.txt",
 )
@@ -284,12 +286,16 @@ def check_config(config: dict[str, Any]) -> None:
 def take_files(origin: Path, names: Collection[str], weights: list[str], weight_bytes: int, work: Workplace) -> None:
     """Links or copies the chosen files of ``origin`` into the model's folder after checking the small ones."""
     check_small_files(origin, names)
+    config = parse_json_object(read_bounded(origin / "config.json", MAX_CONFIG_BYTES), "config.json")
     for name in SMALL_FILES:
         if name in names:
             write_durably(work.folder / name, read_bounded(origin / name))
     work.progress.start("Taking over the weights", weight_bytes)
     for name in weights:
         link_or_copy(origin / name, work.folder / name, work.progress)
+    quantization = quantization_settings(config)
+    if quantization is not None and quantization.method == "torchao":
+        copy_torchao_metadata([work.folder / name for name in weights], work.folder)
 
 
 def convert_gguf(path: Path, work: Workplace) -> None:
