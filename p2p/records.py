@@ -78,6 +78,8 @@ class ShardRecord(msgspec.Struct, frozen=True, array_like=True):
     """Measured at start-up for one decoded token."""
     kv_free_tokens: Count
     """Positions that a new session could still reserve."""
+    quantization: ShortText = ""
+    """Of the stored weights, for people: the model id decides. Empty when they are plain."""
 
 
 class NodeRecord(msgspec.Struct, frozen=True, array_like=True):

@@ -43,7 +43,7 @@ def node_table(nodes: Sequence[NodeView]) -> Table:
         for shard in node.shards:
             table.add_row(
                 short(node.peer),
-                Text(printable(shard.model)),
+                Text(printable(f"{shard.model} ({shard.quantization})" if shard.quantization else shard.model)),
                 f"{shard.start}:{shard.stop}",
                 Text(printable(shard.numerics)),
                 Text(printable(node.device)),

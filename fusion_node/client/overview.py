@@ -24,6 +24,7 @@ class ShardView(msgspec.Struct, frozen=True):
     numerics: str
     ms_per_layer: float
     kv_free_positions: int
+    quantization: str = ""
 
 
 class NodeView(msgspec.Struct, frozen=True):
@@ -103,6 +104,7 @@ async def _view(connection: SwarmConnection, node: MeasuredNode) -> NodeView:
                 numerics=s.numerics,
                 ms_per_layer=round(s.seconds_per_layer * 1000, 3),
                 kv_free_positions=s.kv_free_tokens,
+                quantization=s.quantization,
             )
             for s in record.shards
         ),

@@ -263,6 +263,7 @@ class ServingNode:
             numerics=self._stage.numerics.name,
             seconds_per_layer=self._seconds_per_layer,
             kv_free_tokens=min(self._admission.free_positions, _MAX_CLAIMED_BYTES),
+            quantization=self._model.quantization,
         )
         record = NodeRecord(
             version=PROTOCOL_VERSION,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import msgspec
 from rich.console import Console
 
 from fusion_node.cli.local_swarm import split_evenly
@@ -32,6 +33,16 @@ def test_coverage_shows_one_mark_per_layer() -> None:
     assert "··▄▄██" in text
     assert "layers 0:2 not covered" in text
     assert "all layers covered 1× to 2×" in coverage(ModelView("m", "a" * 64, "fp32", 2, (1, 2))).plain
+
+
+def test_nodes_of_a_quantised_model_tell_how() -> None:
+    plain = node()
+    quantized = msgspec.structs.replace(
+        plain, shards=(msgspec.structs.replace(plain.shards[0], quantization="bitsandbytes nf4\x1b[31m"),)
+    )
+    assert "smollm2-135m (bitsandbytes nf4" in printed(node_table([quantized]), width=200)
+    assert "\x1b" not in printed(node_table([quantized]), width=200)
+    assert "(" not in printed(node_table([plain]), width=200)
 
 
 def test_coverage_of_a_deep_model_shows_the_worst_layer_of_each_cell() -> None:

@@ -57,6 +57,29 @@ def test_record_and_plan_match_the_vectors() -> None:
         assert opened(bytes.fromhex(vector["envelope"]), now=UnixS(vector["opened_at"])) == value
 
 
+@pytest.mark.parametrize("change", ["older", "newer"])
+def test_record_with_fewer_or_more_fields_of_a_shard_is_read(change: str) -> None:
+    body: list[Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(RECORD))
+    (shard,) = body[NodeRecord.__struct_fields__.index("shards")]
+    if change == "older":  # a program from before the quantisation was told
+        assert shard.pop() == ""
+    else:
+        shard.append("what a later version adds")
+    encoded = msgspec.msgpack.encode(body)
+    signature = INITIATOR.sign(b"fusion-node/record/1:", encoded)
+    envelope = msgspec.msgpack.encode(SignedEnvelope(body=encoded, signature=signature))
+    assert open_record(envelope, now=later(1)) == RECORD
+
+
+def test_record_tells_the_quantization_of_a_shard() -> None:
+    shard = msgspec.structs.replace(RECORD.shards[0], quantization="bitsandbytes nf4")
+    opened = open_record(record(shards=(shard,)), now=later(1))
+    assert isinstance(opened, NodeRecord)
+    assert opened.shards[0].quantization == "bitsandbytes nf4"
+    too_long = msgspec.structs.replace(shard, quantization="x" * 97)
+    assert open_record(record(shards=(too_long,)), now=later(1)) is Refusal.MALFORMED
+
+
 REFUSED_RECORDS = [
     (sign_record(RECORD, RESPONDER), Refusal.WRONG_KEY),
     (record(expires_at=NOW + 0.5), Refusal.EXPIRED),
