@@ -13,7 +13,8 @@ first piece runs.
 
 States of a row: waiting, in flight, done. A session whose batch failed waits until its later rows that are in flight
 are back; their results do not count. Timers, in seconds of the monotonic clock: deadlines of works that have not
-begun, and the turn of BATCH work while the device is left idle for others.
+begun, the turn of BATCH work while the device is left idle for others, and the end of a hold for a step that is
+expected at once.
 
 Source: chunked prefill with a token budget after Sarathi-Serve (arXiv 2403.02310); fairness over measured service after
 the Virtual Token Counter (arXiv 2401.00588), with start-time fair queueing's virtual time. Still ugly: every decision
@@ -28,7 +29,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from fusion_node.engine.forward_time_core import ForwardTime
 from fusion_node.errors import LocalProtocolError
@@ -54,6 +55,16 @@ MAX_SLOWDOWN = 2.0
 MAX_BATCH_SLOWDOWN = 1.1
 """The same beside work of BATCH priority: within what people take for noise."""
 
+PLANNED_SHARE = 0.9
+"""Of what MAX_SLOWDOWN and MAX_BATCH_SLOWDOWN allow: forwards take some per cent more or less than was predicted."""
+
+MAX_HOLD_SHARE = 0.1
+"""Of a forward: how long the device may stay idle for a step that is expected at once, and that would otherwise miss
+this forward and wait for all of it."""
+
+HOLD_SLACK_S = 0.0005
+"""How much later than expected such a step may come: the event loop's own turns."""
+
 RECENT_S = 1.0
 """A user whose last step was done no longer ago is between two tokens. Longer than any round trip on earth."""
 
@@ -68,6 +79,10 @@ MAX_BATCH_WAIT_S = 1.0
 
 MAX_SERVICE_LEAD_S = 10.0
 """Device seconds by which a user can be ahead of the least served: a grudge is forgotten, so nobody starves."""
+
+MAX_SERVICE_CREDIT_S = 2.0
+"""Device seconds that a user who asks for little can be owed: about a large forward of a slow device, so that who sends
+a step only when the last has ended loses nothing by it, and who was idle for an hour cannot keep all others waiting."""
 
 MAX_IDLE_USERS = 1024
 """Users without a session whose service is remembered. Keys cost nothing, so memory must be bounded."""
@@ -109,7 +124,8 @@ class Work:
         user: whose step it is; fairness is between users.
         num_rows: at least 1, dead rows included.
         group: only works of one group (the same layers) can share a forward. A session stays in its group.
-        is_tree: the rows are a speculation tree. Says nothing to the core, which looks at num_rows alone.
+        is_tree: a speculation, whose user waits for it to go on: protected from others' prefills also when it is too
+            wide to go before others' decodes.
         moves_kv: the step moves its session's KV first, so nothing earlier of the session may be in flight with it.
         arrived: seconds.
         deadline: when it is pointless to begin, in seconds.
@@ -128,8 +144,7 @@ class Work:
     payload: Any = None
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """Rows ``[start, stop)`` of a work."""
 
     work: Work
@@ -200,12 +215,28 @@ class _User:
     service_s: float
     """Device seconds received, as virtual time."""
     num_sessions: int = 0
+    own_prefills: deque[tuple[float, float]] = field(default_factory=deque)
+    """What its own prefills took of single forwards lately, as pairs of when to forget it and seconds; the longest
+    first, then those that outlive it."""
+
+    def note_prefill(self, seconds: float, *, until: float) -> None:
+        while self.own_prefills and self.own_prefills[-1][1] <= seconds:
+            self.own_prefills.pop()
+        self.own_prefills.append((until, seconds))
+
+    def tolerated_s(self, now: float) -> float:
+        """What it does to itself others may do too: otherwise a decode beside a prefill of one's own would keep the
+        prefills of all others short."""
+        while self.own_prefills and self.own_prefills[0][0] < now:
+            self.own_prefills.popleft()
+        return self.own_prefills[0][1] if self.own_prefills else 0.0
 
 
 @dataclass(slots=True, eq=False)
 class _Session:
     key: Hashable
     user: _User
+    priority: Priority
     group: Hashable
     entries: deque[_Entry] = field(default_factory=deque)
     """Works that are not done, in order."""
@@ -224,15 +255,14 @@ class _Session:
     """Large steps in a row up to then."""
     decode_rows: int = 1
     """Rows of its last small step."""
-    gap_s: float = 0.0
-    """From a step's end to the next one's arrival, rather too short than too long."""
-
-    @property
-    def priority(self) -> Priority:
-        return self.user.priority
+    gap_s: float | None = None
+    """From a step's end to the next one's arrival, rather too short than too long; None before the first."""
 
     def head(self) -> _Entry:
         """The first work with rows that wait."""
+        first = self.entries[0]
+        if first.issued < first.work.num_rows:
+            return first
         return next(entry for entry in self.entries if entry.issued < entry.work.num_rows)
 
     def can_go_on(self) -> bool:
@@ -294,6 +324,8 @@ class _Draft:
     sessions: set[_Session] = field(default_factory=set)
     num_rows: int = 0
     num_decode_rows: int = 0
+    num_decode_parts: int = 0
+    """They come first."""
 
     @property
     def seconds(self) -> float:
@@ -354,7 +386,7 @@ class BatchingCore:
         """By the time when their last step was done."""
         self._users: dict[tuple[str, Priority], _User] = {}
         self._idle_users: dict[tuple[str, Priority], _User] = {}
-        self._rows_of: Counter[str] = Counter()
+        self._rows_of: dict[str, int] = {}
         """Waiting rows by user, and of all."""
         self._num_waiting = 0
         self._num_sessions_waiting = dict.fromkeys(Priority, 0)
@@ -368,6 +400,9 @@ class BatchingCore:
         self._overall = ForwardTime()
         self._bulk_s = 0.0
         """Seconds that all forwards together took longer than their decodes alone would have."""
+        self._idle_since = 0.0
+        """When the last batch in flight landed."""
+        self._held_until: float | None = None
         self._num_skipped = 0
         self._num_skipped_batch = 0
         self._batch_served_at = -math.inf
@@ -387,16 +422,18 @@ class BatchingCore:
             raise LocalProtocolError("a step has at least one row")
         if self._num_waiting + work.num_rows > self.limits.max_waiting_rows:
             return Overload.NODE
-        if self._rows_of[work.user] + work.num_rows > self.limits.max_waiting_rows * MAX_USER_WAITING_SHARE:
+        if self._rows_of.get(work.user, 0) + work.num_rows > self.limits.max_waiting_rows * MAX_USER_WAITING_SHARE:
             return Overload.USER
         session = self._sessions.get(work.session) or self._open(work)
         if session.group != work.group or (session.user.name, session.priority) != (work.user, work.priority):
             raise LocalProtocolError("a session keeps its layers, its user and its priority")
         if not session.entries and session.ended_at is not None:
-            gap_s = max(0.0, work.arrived - session.ended_at)
-            session.gap_s = min(gap_s, session.gap_s + _GAP_RISE * (gap_s - session.gap_s))
+            gap_s = min(max(0.0, work.arrived - session.ended_at), RECENT_S)
+            before_s = gap_s if session.gap_s is None else session.gap_s
+            session.gap_s = min(gap_s, before_s + _GAP_RISE * (gap_s - before_s))
         if not session.num_waiting:
-            session.user.service_s = max(session.user.service_s, self._virtual_s[session.priority])
+            least_s = self._virtual_s[session.priority] - MAX_SERVICE_CREDIT_S
+            session.user.service_s = max(session.user.service_s, least_s)
         if work.priority is Priority.BATCH and not self._waits(Priority.BATCH):
             self._batch_served_at, self._num_skipped_batch = now, 0
         entry = _Entry(work, self._bulk_s)
@@ -430,6 +467,7 @@ class BatchingCore:
         time = self._time(batch.group)
         self._bulk_s += max(0.0, seconds - (time.predict(flight.num_decode_rows) if flight.num_decode_rows else 0.0))
         self._succeed()
+        max_decode_rows = self._max_decode_rows(batch.group)
         finished: list[Work] = []
         for part in flight.parts:
             session, entry = part.session, part.entry
@@ -442,8 +480,9 @@ class BatchingCore:
             if entry.done == entry.work.num_rows:
                 session.entries.popleft()
                 finished.append(entry.work)
-                self._note_end(session, entry.work, now)
+                self._note_end(session, entry.work, max_decode_rows, now)
         self._clear(flight)
+        self._idle_since = now
         return finished
 
     def failed(self, batch: Batch, *, out_of_memory: bool, now: float) -> list[Work]:
@@ -479,6 +518,7 @@ class BatchingCore:
                 self._suspects[session.key] = session
             self._rewind(session, next(part for part in flight.parts if part.session is session), flight.number)
         self._clear(flight)
+        self._idle_since = now
         return lost
 
     def cancel(self, session: Hashable) -> list[Work]:
@@ -491,7 +531,9 @@ class BatchingCore:
         while self._deadlines and not self._is_pending(self._deadlines[0][2], self._deadlines[0][3]):
             heapq.heappop(self._deadlines)
         times = [self._deadlines[0][0]] if self._deadlines else []
-        if self._waits(Priority.BATCH):
+        if self._held_until is not None:
+            times.append(self._held_until)
+        elif self._waits(Priority.BATCH) and not self._flights:
             times.append(self._batch_served_at + MAX_BATCH_WAIT_S)
         return min(times, default=None)
 
@@ -508,6 +550,7 @@ class BatchingCore:
 
     def next_batch(self, *, now: float) -> Batch | None:
         """The next forward, to be issued now; None when nothing is to be done before the timer or the next event."""
+        self._held_until = None
         if not self._waiting:
             return None
         draft = self._draft_suspect() or self._draft(now)
@@ -524,6 +567,7 @@ class BatchingCore:
     def _draft(self, now: float) -> _Draft | None:
         self._forget_idle(now)
         decodes, prefills, background = self._candidates()
+        trees = [session for session in prefills if _is_tree(session.head().work)]
         first = decodes or prefills or background
         if not first:
             return None
@@ -537,12 +581,20 @@ class BatchingCore:
         if due is None and due_batch is None and decodes and prefills and self._num_skipped:
             # A prefill of other layers cannot share the decodes' forward: it comes between two if they can wait.
             alone = self._new_draft(prefills[0].group)
-            patience, _ = self._patience(decodes, alone, now)
+            patience, _ = self._patience(decodes + trees, alone, now)
             if alone.rows_within(patience.towards(prefills[0].user.name)) >= MIN_CHUNK_ROWS:
                 draft = alone
         is_owed = due is not None or due_batch is not None
         self._fill_decodes(draft, decodes, draft.room - min(MIN_CHUNK_ROWS, draft.room) if is_owed else draft.room)
-        patience, batch_s = self._patience(decodes, draft, now)
+        patience, batch_s = self._patience(decodes + trees, draft, now)
+        within_s = MAX_HOLD_SHARE * draft.time.predict(max(draft.num_rows, 1))
+        if not draft.num_rows and prefills and prefills[0].group == draft.group:
+            # Where all that others can wait for is less than a chunk, their forward can carry more than one between.
+            few = draft.rows_within(patience.towards(prefills[0].user.name)) < min(MIN_CHUNK_ROWS, self.max_rows)
+            within_s = math.inf if few else within_s
+        self._held_until = self._expected_by(now, within_s)
+        if self._held_until is not None:
+            return None
         self._fill_prefills(draft, prefills, patience, due)
         self._fill_background(draft, background, batch_s, due_batch)
         if draft.parts:
@@ -557,16 +609,20 @@ class BatchingCore:
         decodes: list[_Session] = []
         prefills: list[_Session] = []
         background: list[_Session] = []
-        small_rows: Counter[str] = Counter()
+        small_rows: dict[str, int] = {}
+        max_rows_of: dict[Hashable, int] = {}
         for session in self._waiting.values():
-            if not session.can_go_on():
+            if session.flights and not session.can_go_on():
                 continue
             if session.priority is Priority.BATCH:
                 background.append(session)
                 continue
-            name, max_rows = session.user.name, self._max_decode_rows(session.group)
-            if self._is_small(session, max_rows) and small_rows[name] + session.num_waiting <= max_rows:
-                small_rows[name] += session.num_waiting
+            name, group = session.user.name, session.group
+            if group not in max_rows_of:
+                max_rows_of[group] = self._max_decode_rows(group)
+            num_rows = small_rows.get(name, 0) + session.num_waiting
+            if num_rows <= max_rows_of[group] and session.head().work.num_rows <= max_rows_of[group]:
+                small_rows[name] = num_rows
                 decodes.append(session)
             else:
                 prefills.append(session)
@@ -585,25 +641,46 @@ class BatchingCore:
     def _is_small(session: _Session, max_rows: int) -> bool:
         return session.num_waiting <= max_rows and session.head().work.num_rows <= max_rows
 
-    def _patience(self, decodes: list[_Session], draft: _Draft, now: float) -> tuple[_Patience, float]:
+    def _patience(self, steps: list[_Session], draft: _Draft, now: float) -> tuple[_Patience, float]:
         """How much longer the draft may become for prefills, and for BATCH work: in seconds of ``others_s``."""
         patience = _Patience()
         batch_s = math.inf
-        for session in decodes:
+        share, batch_share = PLANNED_SHARE * (MAX_SLOWDOWN - 1), PLANNED_SHARE * (MAX_BATCH_SLOWDOWN - 1)
+        together_s = draft.seconds
+        for session in steps:
             entry = session.head()
-            usual_s = session.gap_s + (
-                draft.seconds if session in draft.sessions else self._time(session.group).predict(session.num_waiting)
+            usual_s = (session.gap_s or 0.0) + (
+                together_s if session in draft.sessions else self._time(session.group).predict(session.num_waiting)
             )
             waited_s = min(now - entry.work.arrived, self._bulk_s - entry.bulk_before_s)
-            patience.add(session.user.name, (MAX_SLOWDOWN - 1) * usual_s - waited_s)
-            batch_s = min(batch_s, (MAX_BATCH_SLOWDOWN - 1) * usual_s - waited_s)
+            wait_s = share * usual_s - waited_s
+            if session.user.own_prefills:
+                wait_s = max(wait_s, session.user.tolerated_s(now))
+            patience.add(session.user.name, wait_s)
+            if batch_share * usual_s - waited_s < batch_s:
+                batch_s = batch_share * usual_s - waited_s
         for session in self._recent.values():
             if session.num_waiting or session.num_prefills > 1:
                 continue
-            usual_s = session.gap_s + self._time(session.group).predict(session.decode_rows)
-            patience.add(session.user.name, (MAX_SLOWDOWN - 1) * usual_s)
-            batch_s = min(batch_s, (MAX_BATCH_SLOWDOWN - 1) * usual_s)
+            usual_s = (session.gap_s or 0.0) + self._time(session.group).predict(session.decode_rows)
+            patience.add(session.user.name, max(share * usual_s, session.user.tolerated_s(now)))
+            batch_s = min(batch_s, batch_share * usual_s)
         return patience, batch_s
+
+    def _expected_by(self, now: float, within_s: float) -> float | None:
+        """When all those have come who are expected so soon after the last forward's end; None for nobody."""
+        last: float | None = None
+        if self._flights:
+            return None
+        for session in reversed(self._recent.values()):
+            if session.ended_at is None or session.ended_at < self._idle_since:
+                break
+            if session.gap_s is None:
+                continue
+            late_s = 1.5 * session.gap_s + HOLD_SLACK_S
+            if not session.entries and late_s <= within_s and session.ended_at + late_s > now:
+                last = max(last or 0.0, session.ended_at + late_s)
+        return last
 
     def _fill_decodes(self, draft: _Draft, decodes: list[_Session], room: int) -> None:
         here = [session for session in decodes if session.group == draft.group]
@@ -613,7 +690,7 @@ class BatchingCore:
             if draft.num_rows >= room:
                 break
             draft.fill(session, room - draft.num_rows)
-        draft.num_decode_rows = draft.num_rows
+        draft.num_decode_rows, draft.num_decode_parts = draft.num_rows, len(draft.parts)
 
     def _fill_prefills(
         self, draft: _Draft, prefills: list[_Session], patience: _Patience, due: _Session | None
@@ -668,21 +745,38 @@ class BatchingCore:
             self._num_issued, draft.parts, draft.num_rows, draft.num_decode_rows, draft.seconds, issued_at=now
         )
         self._flights[batch] = flight
+        row_s = flight.predicted_s / flight.num_rows
         for part in draft.parts:
             num_rows = part.stop - part.start
             part.entry.issued = part.stop
             part.entry.has_begun = True
             self._count(part.session, -num_rows)
-            self._charge(part.session.user, flight.predicted_s * num_rows / flight.num_rows)
-            if part.session.flights[-1:] != [flight.number]:
-                part.session.flights.append(flight.number)
+            self._charge(part.session.user, row_s * num_rows)
+            flights = part.session.flights
+            if not flights or flights[-1] != flight.number:
+                flights.append(flight.number)
+        self._note_tolerance(draft, now)
         for priority in Priority:
-            services = [s.user.service_s for s in self._waiting.values() if s.user.priority is priority]
-            if services:
-                self._virtual_s[priority] = max(self._virtual_s[priority], min(services))
+            if self._waits(priority):
+                least = min(s.user.service_s for s in self._waiting.values() if s.priority is priority)
+                self._virtual_s[priority] = max(self._virtual_s[priority], least)
         return batch
 
+    def _note_tolerance(self, draft: _Draft, now: float) -> None:
+        num_rows: dict[_User, int] = {}
+        for part in draft.parts[draft.num_decode_parts :]:
+            if not _is_tree(part.entry.work):
+                user = part.session.user
+                num_rows[user] = num_rows.get(user, 0) + part.stop - part.start
+        for user, rows in num_rows.items():
+            user.note_prefill(draft.time.row_s * rows, until=now + draft.seconds + RECENT_S)
+
     # what is known
+
+    @property
+    def num_users(self) -> int:
+        """Users that are remembered, with sessions or without."""
+        return len(self._users)
 
     def num_waiting_rows(self, session: Hashable) -> int:
         """Rows of a session that are not in flight yet."""
@@ -735,7 +829,7 @@ class BatchingCore:
         rows_of: Counter[str] = Counter()
         for session in self._sessions.values():
             rows_of[session.user.name] += session.num_waiting
-        if +rows_of != +self._rows_of or rows_of.total() != self._num_waiting:
+        if +rows_of != self._rows_of or rows_of.total() != self._num_waiting:
             raise ValueError("the waiting rows do not add up")
         if not 1 <= self.max_rows <= self.limits.max_rows:
             raise ValueError("the limit of rows is out of bounds")
@@ -758,7 +852,7 @@ class BatchingCore:
             user = self._users[key] = _User(*key, self._virtual_s[work.priority])
         self._idle_users.pop(key, None)
         user.num_sessions += 1
-        session = self._sessions[work.session] = _Session(work.session, user, work.group)
+        session = self._sessions[work.session] = _Session(work.session, user, work.priority, work.group)
         return session
 
     def _drop(self, session: _Session) -> list[Work]:
@@ -790,8 +884,8 @@ class BatchingCore:
                 break
             del self._recent[session.key]
 
-    def _note_end(self, session: _Session, work: Work, now: float) -> None:
-        if work.num_rows <= self._max_decode_rows(session.group):
+    def _note_end(self, session: _Session, work: Work, max_decode_rows: int, now: float) -> None:
+        if work.num_rows <= max_decode_rows or _is_tree(work):
             session.num_prefills, session.decode_rows = 0, work.num_rows
         else:
             session.num_prefills += 1
@@ -804,9 +898,12 @@ class BatchingCore:
         """So many more rows of a session wait."""
         session.num_waiting += num_rows
         self._num_waiting += num_rows
-        self._rows_of[session.user.name] += num_rows
-        if not self._rows_of[session.user.name]:
-            del self._rows_of[session.user.name]
+        name = session.user.name
+        left = self._rows_of.get(name, 0) + num_rows
+        if left:
+            self._rows_of[name] = left
+        else:
+            self._rows_of.pop(name, None)
         if not session.num_waiting:
             if self._waiting.pop(session.key, None) is not None:
                 self._num_sessions_waiting[session.priority] -= 1
@@ -866,6 +963,10 @@ class BatchingCore:
             self._num_good = 0
             if self.max_rows == self.limits.max_rows:
                 self._grow_after = GROW_AFTER
+
+
+def _is_tree(work: Work) -> bool:
+    return work.is_tree and work.num_rows <= MAX_DECODE_ROWS
 
 
 def _service(session: _Session) -> float:
