@@ -37,7 +37,15 @@ _MAX_SCORES = 2**24
 """Scores of one manual attention call; more rows are taken one part after the other, to keep memory flat."""
 
 
-class KVReader(Protocol):
+class KVSource(Protocol):
+    """Where keys and values ``[K, S, H]`` of slots are read from."""
+
+    def read(
+        self, layer: int, slots: slice | torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class KVReader(KVSource, Protocol):
     """The part of a KV pool that attention needs (fusion_node.engine.kv_cache.KVPool)."""
 
     device: torch.device
@@ -45,10 +53,6 @@ class KVReader(Protocol):
     def write(
         self, layer: int, slots: slice | torch.Tensor, keys_KTH: torch.Tensor, values_KTH: torch.Tensor
     ) -> None: ...
-
-    def read(
-        self, layer: int, slots: slice | torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
     def bytes_per_slot_of(self, layer: int) -> int: ...
 
@@ -87,7 +91,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class Group:
     """Tokens that attend in one call.
 
     Attributes:
@@ -118,12 +122,12 @@ class PackedBatch:
     query_dtype: torch.dtype | None = None
     new_slots: slice | torch.Tensor = field(init=False)
     """Where in the pool the new tokens go."""
-    _groups: dict[tuple[int | None, int, torch.dtype], list[_Group]] = field(default_factory=dict)
+    _groups: dict[tuple[int | None, int, torch.dtype], list[Group]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.new_slots = self._place([r for s in self.segments for r in _cut(s.runs, s.first_slot)])
+        self.new_slots = self.place([r for s in self.segments for r in _cut(s.runs, s.first_slot)])
 
-    def groups(self, window: int | None, layer: int, dtype: torch.dtype) -> list[_Group]:
+    def groups(self, window: int | None, layer: int, dtype: torch.dtype) -> list[Group]:
         """How the tokens attend in a layer with this sliding window; made once per batch and kind of layer."""
         device = self.pool.device
         short_slots = _PAD_BELOW_BYTES.get(device.type, 0) // self.pool.bytes_per_slot_of(layer)
@@ -134,40 +138,40 @@ class PackedBatch:
                 if s.num_tokens == 1 and s.visible is None and s.num_slots - _first_seen(s, window) <= short_slots
             ]  # fmt: skip
             together = short if len(short) > 1 else []
-            groups = [self._group(s, window, dtype) for s in self.segments if s not in together]
+            groups = [self.group_of(s, window, dtype) for s in self.segments if s not in together]
             if together:
                 groups.append(self._padded(together, window, dtype))
             self._groups[key] = groups
         return self._groups[key]
 
-    def _group(self, s: Segment, window: int | None, dtype: torch.dtype) -> _Group:
+    def group_of(self, s: Segment, window: int | None, dtype: torch.dtype) -> Group:
         first = _first_seen(s, window)
-        tokens, slots = slice(s.start, s.stop), self._place(_cut(s.runs, first))
+        tokens, slots = slice(s.start, s.stop), self.place(_cut(s.runs, first))
         if s.visible is not None:
-            return _Group(tokens, slots, self._mask(_tree_mask(s, window), dtype))
+            return Group(tokens, slots, self._mask(tree_mask(s, window), dtype))
         if s.num_tokens == 1:
-            return _Group(tokens, slots)
+            return Group(tokens, slots)
         if s.first_slot == 0 and (window is None or s.num_slots <= window):
-            return _Group(tokens, slots, is_causal=True)
+            return Group(tokens, slots, is_causal=True)
         own, seen = np.arange(s.first_slot, s.num_slots)[:, None], np.arange(first, s.num_slots)
         sees = seen <= own
         if window is not None:
             sees &= own - seen < window
-        return _Group(tokens, slots, self._mask(sees, dtype))
+        return Group(tokens, slots, self._mask(sees, dtype))
 
-    def _padded(self, segments: list[Segment], window: int | None, dtype: torch.dtype) -> _Group:
+    def _padded(self, segments: list[Segment], window: int | None, dtype: torch.dtype) -> Group:
         rows = [np.concatenate([_arange(r) for r in _cut(s.runs, _first_seen(s, window))]) for s in segments]
         longest = max(map(len, rows))
         slots = np.stack([np.pad(row, (0, longest - len(row)), mode="edge") for row in rows])
         sees = np.arange(longest) < np.array([len(row) for row in rows])[:, None]
-        return _Group(
+        return Group(
             torch.tensor([s.start for s in segments], device=self.pool.device),
             torch.from_numpy(slots.reshape(-1)).to(self.pool.device),
             None if sees.all() else self._mask(sees[:, None, None], dtype),
             num_sequences=len(segments),
         )
 
-    def _place(self, runs: Sequence[range]) -> slice | torch.Tensor:
+    def place(self, runs: Sequence[range]) -> slice | torch.Tensor:
         if all(after.start == before.stop for before, after in itertools.pairwise(runs)):
             return slice(runs[0].start, runs[-1].stop)
         return torch.from_numpy(np.concatenate([_arange(r) for r in runs])).to(self.pool.device)
@@ -205,10 +209,10 @@ def packed_attention(
         query_1NTH = round_to(query_1NTH, batch.query_dtype).to(dtype)
     groups = batch.groups(sliding_window, layer, dtype)
     if len(groups) == 1:
-        return _attend(query_1NTH, batch.pool, layer, groups[0], scaling, softcap, s_aux), None
+        return attend(query_1NTH, batch.pool, layer, groups[0], scaling, softcap, s_aux), None
     out_1TNH: torch.Tensor | None = None
     for group in groups:
-        part_1TNH = _attend(query_1NTH[:, :, group.tokens], batch.pool, layer, group, scaling, softcap, s_aux)
+        part_1TNH = attend(query_1NTH[:, :, group.tokens], batch.pool, layer, group, scaling, softcap, s_aux)
         if out_1TNH is None:
             out_1TNH = part_1TNH.new_empty((1, query_1NTH.shape[2], *part_1TNH.shape[2:]))
         out_1TNH[:, group.tokens] = part_1TNH
@@ -217,11 +221,11 @@ def packed_attention(
     return out_1TNH, None
 
 
-def _attend(
+def attend(
     query_1NTH: torch.Tensor,
-    pool: KVReader,
+    pool: KVSource,
     layer: int,
-    group: _Group,
+    group: Group,
     scaling: float,
     softcap: float | None,
     s_aux: torch.Tensor | None,
@@ -266,7 +270,7 @@ def _attend_manually(
     query_BNTH: torch.Tensor,
     keys_BKSH: torch.Tensor,
     values_BKSH: torch.Tensor,
-    group: _Group,
+    group: Group,
     scaling: float,
     softcap: float | None,
     s_aux: torch.Tensor | None,
@@ -322,7 +326,7 @@ def _arange(run: range) -> npt.NDArray[np.int64]:
     return np.arange(run.start, run.stop)
 
 
-def _tree_mask(s: Segment, window: int | None) -> npt.NDArray[np.bool_]:
+def tree_mask(s: Segment, window: int | None) -> npt.NDArray[np.bool_]:
     """What each token of a tree sees of the slots from the first seen on, ``[T, S]``."""
     visible, num_live = s.visible or (), s.num_slots - s.num_committed
     num_bytes = (num_live + 7) // 8

@@ -1,29 +1,40 @@
 """What stays with the user: embedding in front, final norm and LM head behind. No node is sent ids, text or logits.
 
+Both ends run the model class's own forward with no layer between, so that whatever a family does there (an embedding
+that is scaled, logits that are divided or capped) is done once, and here.
+
 Shapes: T tokens, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from fusion_node.engine.attention import ATTENTION_NAME
+from fusion_node.engine import f16r32
+from fusion_node.engine.architectures import build_boundary, load_config
+from fusion_node.engine.linear import speed_up_linears
 from fusion_node.engine.numerics import NumericsClass
-from fusion_node.engine.weights import TensorSource, assign_weights, load_config
+from fusion_node.engine.weights import TensorSource, fill
 
 
 class Boundary:
     """Embedding, final norm and LM head of a model, on one device."""
 
-    def __init__(self, model: torch.nn.Module, *, numerics: NumericsClass, device: torch.device) -> None:
-        self._model = model
+    def __init__(self, model: PreTrainedModel, *, numerics: NumericsClass, device: torch.device) -> None:
+        """Takes a causal language model without layers apart into its two ends."""
         self.numerics = numerics
         self.device = device
+        self._front = model.get_submodule(model.base_model_prefix)
+        self._back = model
+        setattr(model, model.base_model_prefix, _Rows(self._front.get_submodule("norm")))
+        self._front.norm = torch.nn.Identity()
 
     @classmethod
     def load(
@@ -39,32 +50,34 @@ class Boundary:
             ConfigError: the architecture is not supported.
             StoreCorrupted: a tensor does not match the manifest.
         """
-        config = load_config(source)
-        config.num_hidden_layers = 0
-        config.layer_types = []
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME, dtype=numerics.dtype)
-        tied = bool(config.tie_word_embeddings)
-        if tied:
-            model.lm_head = torch.nn.Identity()
-        assign_weights(model, source, lambda name: name, dtype=numerics.dtype, device=device)
-        if tied:
-            model.lm_head = torch.nn.Linear(config.hidden_size, config.vocab_size, bias=False, device="meta")
-            model.lm_head.weight = model.model.embed_tokens.weight
-        model.eval()
-        return cls(model, numerics=numerics, device=device)
+        model = build_boundary(load_config(source), dtype=numerics.dtype)
+        f16r32.prepare(model, numerics, device)
+        fill(model, source, dtype=numerics.dtype, device=device)
+        speed_up_linears(model)
+        f16r32.apply(model, numerics)
+        return cls(model.eval(), numerics=numerics, device=device)
 
     @torch.inference_mode()
     def embed(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Rows ``[T, D]`` that the first stage is sent."""
-        ids = torch.tensor(token_ids, device=self.device)
-        rows: torch.Tensor = self._model.get_submodule("model.embed_tokens")(ids)
+        ids = torch.tensor([token_ids], device=self.device)
+        rows: torch.Tensor = self._front(input_ids=ids, use_cache=False).last_hidden_state[0]
         return rows
 
     @torch.inference_mode()
     def logits(self, rows_TD: torch.Tensor) -> npt.NDArray[np.float32]:
         """Logits ``[T, V]`` in float32 of rows that the last stage returned."""
         rows = rows_TD.to(device=self.device, dtype=self.numerics.dtype)
-        normed = self._model.get_submodule("model.norm")(rows)
-        logits: torch.Tensor = self._model.get_submodule("lm_head")(normed)
+        logits: torch.Tensor = self._back(inputs_embeds=rows.unsqueeze(0), use_cache=False).logits[0]
         return logits.float().cpu().numpy()
+
+
+class _Rows(torch.nn.Module):
+    """Stands for the base model behind a head: the rows that it is handed, normed."""
+
+    def __init__(self, norm: torch.nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, *, inputs_embeds: torch.Tensor, **_: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=self.norm(inputs_embeds))

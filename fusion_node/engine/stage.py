@@ -5,32 +5,41 @@ Shapes: T packed tokens, D hidden size, S KV slots in use.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from transformers import AutoModel, PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
-from fusion_node.engine.attention import ATTENTION_NAME, PackedBatch, Segment
+from fusion_node.engine import f16r32
+from fusion_node.engine.architectures import build_layers, keep_layers, load_config
+from fusion_node.engine.attention import KVReader, PackedBatch, Segment
 from fusion_node.engine.device import memory_errors
-from fusion_node.engine.kv_cache import SessionKV
+from fusion_node.engine.kv_cache import KVLayout, KVPool, LayoutProbe, bytes_per_slot
+from fusion_node.engine.linear import speed_up_linears
 from fusion_node.engine.numerics import NumericsClass
 from fusion_node.engine.session_log_core import StepRows
-from fusion_node.engine.weights import OnTensor, TensorSource, assign_weights, load_config
+from fusion_node.engine.weights import OnTensor, TensorSource, fill
 from fusion_node.errors import InvalidLayers
 from fusion_node.types import LayerRange
 
 
 @dataclass(frozen=True, slots=True)
 class StepInput:
-    """Rows of one session for one packed call: ``rows_TD`` holds the live rows of ``step``, in order."""
+    """Rows of one step of one session for one packed call.
 
-    kv: SessionKV
+    Attributes:
+        step: as the session's log describes it; what it moves was moved before.
+        rows_TD: live rows of the step from ``first_row`` on: all of them, or as many as this call takes.
+        runs: the session's slots in the pool, at least up to the last row's.
+    """
+
     step: StepRows
     rows_TD: torch.Tensor
+    runs: tuple[range, ...]
+    first_row: int = 0
 
 
 class Stage:
@@ -38,14 +47,14 @@ class Stage:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: PreTrainedModel,
         *,
         config: PretrainedConfig,
         layers: LayerRange,
         numerics: NumericsClass,
         device: torch.device,
         num_weight_bytes: int,
-        first_kv_layer: int = 0,
+        layer_idx_base: int = 0,
     ) -> None:
         self._model = model
         self._config = config
@@ -54,10 +63,9 @@ class Stage:
         self.device = device
         self.num_weight_bytes = num_weight_bytes
         self.hidden_size: int = config.hidden_size
-        # What the first layer's attention module calls itself; not 0 in a part of a stage.
-        self._first_kv_layer = first_kv_layer
-        self._num_kv_heads: int = config.num_key_value_heads
-        self._head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        # What the attention of the pool's first layer calls itself; a part of a stage uses the whole one's pool.
+        self._layer_idx_base = layer_idx_base
+        self._kv_layouts: tuple[KVLayout, ...] | None = None
 
     @classmethod
     def load(
@@ -78,24 +86,21 @@ class Stage:
             StoreCorrupted: a tensor does not match the manifest.
         """
         config = load_config(source)
-        layers.check_within(config.num_hidden_layers)
-        config = config_of_range(config, layers)
-        with torch.device("meta"):
-            model = AutoModel.from_config(config, attn_implementation=ATTENTION_NAME, dtype=numerics.dtype)
-        # What stays with the user has no place here; the identities keep the class's own forward unchanged.
-        model.embed_tokens = torch.nn.Identity()
-        model.norm = torch.nn.Identity()
-        # Its frequencies are computed, not stored, so the module on the meta device has none.
-        model.rotary_emb = type(model.rotary_emb)(config=config).to(device)
-
-        def rename(name: str) -> str:
-            _, index, rest = name.split(".", 2)
-            return f"model.layers.{layers.start + int(index)}.{rest}"
-
+        model = build_layers(config, layers, dtype=numerics.dtype)
+        f16r32.prepare(model, numerics, device)
         with memory_errors(f"layers {layers} of {source.name} do not fit on {device}: serve fewer with --layers"):
-            num_bytes = assign_weights(model, source, rename, dtype=numerics.dtype, device=device, on_tensor=on_tensor)
-        model.eval()
-        return cls(model, config=config, layers=layers, numerics=numerics, device=device, num_weight_bytes=num_bytes)
+            num_bytes = fill(model, source, dtype=numerics.dtype, device=device, on_tensor=on_tensor)
+            speed_up_linears(model)
+            f16r32.apply(model, numerics)
+        return cls(
+            model.eval(),
+            config=config,
+            layers=layers,
+            numerics=numerics,
+            device=device,
+            num_weight_bytes=num_bytes,
+            layer_idx_base=layers.start,
+        )
 
     def part(self, layers: LayerRange) -> Stage:
         """A stage of some of these layers, sharing their weights: a node can be entered and left at any layer it holds.
@@ -107,121 +112,101 @@ class Stage:
             return self
         if layers.start < self.layers.start or layers.stop > self.layers.stop:
             raise InvalidLayers(f"layers {layers} are not within {self.layers}")
-        inner = LayerRange(layers.start - self.layers.start, layers.stop - self.layers.start)
-        # A shallow copy of the module with its own table of children; the layers themselves are the same objects.
-        model = copy.copy(self._model)
-        model._modules = dict(self._model._modules)
-        model.layers = torch.nn.ModuleList(
-            list(self._model.get_submodule("layers").children())[inner.start : inner.stop]
-        )
-        config = config_of_range(self._config, inner)
-        model.config = config
         return Stage(
-            model,
-            config=config,
+            keep_layers(self._model, self._config, layers),
+            config=self._config,
             layers=layers,
             numerics=self.numerics,
             device=self.device,
             num_weight_bytes=self.num_weight_bytes * len(layers) // len(self.layers),
-            first_kv_layer=inner.start + self._first_kv_layer,
+            layer_idx_base=self._layer_idx_base,
         )
+
+    @property
+    def kv_layouts(self) -> tuple[KVLayout, ...]:
+        """What each layer keeps per position, as its attention says when it is first called.
+
+        Raises:
+            ConfigError: a layer does not attend through the attention interface.
+        """
+        if self._kv_layouts is None:
+            probe = LayoutProbe(self.layers, self.device)
+            rows = torch.zeros((1, self.hidden_size), dtype=self.numerics.dtype)
+            self._run(probe, [Segment(0, 1, 0, (range(1),), (0,))], rows)
+            self._kv_layouts = probe.layouts()
+        return self._kv_layouts
 
     @property
     def kv_bytes_per_position(self) -> int:
         """KV bytes that one position of one session takes on this stage."""
-        return 2 * len(self.layers) * self._num_kv_heads * self._head_dim * self.numerics.dtype.itemsize
+        return bytes_per_slot(self.kv_layouts, self.numerics.kv_dtype)
 
-    def new_kv(self, max_positions: int) -> SessionKV:
-        """An empty KV cache for one session.
+    def new_pool(self, num_slots: int) -> KVPool:
+        """Keys and values of this stage's layers for ``num_slots`` positions of all sessions together.
 
         Raises:
-            ResourceExhausted: the device has no room even for its beginning.
+            ResourceExhausted: the device has no room for them.
         """
-        with memory_errors(f"no memory left on {self.device} for a session's KV"):
-            return SessionKV(
-                num_layers=len(self.layers),
-                first_layer=self._first_kv_layer,
-                num_kv_heads=self._num_kv_heads,
-                head_dim=self._head_dim,
-                max_positions=max_positions,
-                dtype=self.numerics.dtype,
-                device=self.device,
-            )
+        with memory_errors(f"no memory left on {self.device} for the KV of {num_slots} positions"):
+            return KVPool(self.kv_layouts, num_slots, dtype=self.numerics.kv_dtype, device=self.device)
 
-    @torch.inference_mode()
-    def forward(self, batch: Sequence[StepInput]) -> list[torch.Tensor]:
+    def forward(self, batch: Sequence[StepInput], pool: KVPool) -> list[torch.Tensor]:
         """Runs one packed call.
+
+        Args:
+            pool: of this stage, or of the one that this is a part of.
 
         Returns:
             Per input, the hidden rows ``[T, D]`` after the last layer, before any final norm.
 
         Raises:
-            ResourceExhausted: the device has no room for the KV.
+            ResourceExhausted: the device has no room for what the call needs beside the KV.
         """
+        segments, start = [], 0
         for item in batch:
-            if item.step.move is not None:
-                item.kv.move(item.step.move)
-        # An entry of the log may leave no row alive: it is applied, and computes nothing.
-        alive = [item for item in batch if item.step.live_rows]
-        outputs = iter(self._forward(alive) if alive else ())
-        return [next(outputs) if item.step.live_rows else item.rows_TD[:0] for item in batch]
+            step, first, stop = item.step, item.first_row, item.first_row + len(item.rows_TD)
+            segments.append(
+                Segment(
+                    start,
+                    start + stop - first,
+                    step.first_slot + first,
+                    item.runs,
+                    step.positions[first:stop],
+                    None if step.is_chain else step.visible[first:stop],
+                    step.num_committed,
+                    step.live_positions,
+                )
+            )
+            start += stop - first
+        rows = [item.rows_TD for item in batch]
+        hidden_TD = self._run(pool, segments, rows[0] if len(rows) == 1 else torch.cat(rows))
+        return [hidden_TD[s.start : s.stop] for s in segments]
 
-    def _forward(self, batch: Sequence[StepInput]) -> list[torch.Tensor]:
+    @torch.inference_mode()
+    def _run(self, pool: KVReader, segments: Sequence[Segment], rows_TD: torch.Tensor) -> torch.Tensor:
         with memory_errors(f"no memory left on {self.device} for this step"):
-            segments, start = [], 0
-            for item in batch:
-                stop = start + len(item.step.live_rows)
-                num_slots = item.step.first_slot + len(item.step.live_rows)
-                item.kv.reserve(num_slots)
-                mask = None if item.step.is_chain else self._mask(item.step, num_slots)
-                segments.append(Segment(start, stop, item.kv, item.step.first_slot, mask))
-                start = stop
-            rows = [item.rows_TD for item in batch]
-            rows_1TD = (rows[0] if len(rows) == 1 else torch.cat(rows)).unsqueeze(0)
-            positions = [position for item in batch for position in item.step.positions]
-            hidden_1TD = self._model(
-                inputs_embeds=rows_1TD.to(device=self.device, dtype=self.numerics.dtype),
+            positions = [position for s in segments for position in s.positions]
+            hidden_1TD: torch.Tensor = self._model(
+                inputs_embeds=rows_TD.to(device=self.device, dtype=self.numerics.dtype).unsqueeze(0),
                 position_ids=torch.tensor([positions], device=self.device),
                 use_cache=False,
-                batch=PackedBatch(tuple(segments)),
+                batch=PackedBatch(
+                    pool,
+                    tuple(segments),
+                    first_layer=self._layer_idx_base,
+                    query_dtype=self.numerics.attention_input_dtype,
+                ),
             ).last_hidden_state
-        return [hidden_1TD[0, s.start : s.stop] for s in segments]
+        return hidden_1TD[0]
 
     def measure_seconds_per_layer(self, *, num_tokens: int = 1, rounds: int = 3) -> float:
         """Seconds per layer of one step of ``num_tokens``, the median of a few on zeros; also warms the kernels up."""
+        pool = self.new_pool(num_tokens)
+        segment = Segment(0, num_tokens, 0, (range(num_tokens),), range(num_tokens))
+        rows = torch.zeros((num_tokens, self.hidden_size), dtype=self.numerics.dtype)
         samples = []
         for _ in range(rounds + 1):
-            kv = self.new_kv(num_tokens)
-            step = StepRows(
-                live_rows=tuple(range(num_tokens)),
-                nodes=tuple(range(1, num_tokens + 1)),
-                positions=tuple(range(num_tokens)),
-                first_slot=0,
-                is_chain=True,
-                visible=(),
-                num_committed=0,
-                move=None,
-            )
-            rows = torch.zeros((num_tokens, self.hidden_size), dtype=self.numerics.dtype)
             began = time.perf_counter()
-            self.forward([StepInput(kv, step, rows)])[0].cpu()
+            self._run(pool, [segment], rows).cpu()
             samples.append((time.perf_counter() - began) / len(self.layers))
         return float(np.median(samples[1:]))
-
-    def _mask(self, step: StepRows, num_slots: int) -> torch.Tensor:
-        num_bytes = (num_slots - step.num_committed + 7) // 8
-        packed = np.frombuffer(b"".join(v.to_bytes(num_bytes, "little") for v in step.visible), dtype=np.uint8)
-        tree = np.unpackbits(packed.reshape(len(step.visible), num_bytes), axis=1, bitorder="little")
-        mask = np.ones((len(step.visible), num_slots), dtype=bool)
-        mask[:, step.num_committed :] = tree[:, : num_slots - step.num_committed].astype(bool)
-        return torch.from_numpy(mask).to(self.device)
-
-
-def config_of_range(config: PretrainedConfig, layers: LayerRange) -> PretrainedConfig:
-    """The configuration of a model that has only these layers: every per-layer list is cut to the range."""
-    cut = copy.deepcopy(config)
-    for key, value in config.to_dict().items():
-        if isinstance(value, list) and len(value) == config.num_hidden_layers:
-            setattr(cut, key, value[layers.start : layers.stop])
-    cut.num_hidden_layers = len(layers)
-    return cut

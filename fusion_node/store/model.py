@@ -42,8 +42,8 @@ _CHUNK_BLOCKS = 64
 """Blocks that one task of the verifier hashes (4 MiB): long enough that starting it costs nothing, short enough that
 two cores share one tensor."""
 
-_WINDOW_BYTES = 64 * 2**20
-"""How far the verifier runs ahead of the caller."""
+_WINDOW_BYTES = 32 * 2**20
+"""How far the verifier runs ahead of the caller: a chunk for each thread. Resident beside what the caller keeps."""
 
 _MAX_THREADS = 8
 """SHA-256 on eight cores (12 GB/s) is faster than any disk."""

@@ -3,42 +3,98 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_GROUPED = {**_EXPERTS, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 2}
+_LATENT = {
+    "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+}  # fmt: skip
 
 TINY: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True},
-    "mistral": {"sliding_window": None, "tie_word_embeddings": False},
-    "qwen2": {"tie_word_embeddings": False},
-    "qwen3": {"head_dim": 24, "tie_word_embeddings": True},
-}
+    "mistral": {"sliding_window": 8},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3},
+    "qwen3": {
+        "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 4, "head_dim": 24,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_moe": {
+        **_EXPERTS, "num_experts": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": True,
+        "head_dim": 16,
+    },
+    "gemma2": {
+        "sliding_window": 8, "head_dim": 16, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 1.5,
+        "final_logit_softcapping": 3.0,
+    },
+    "gemma3_text": {"sliding_window": 8, "sliding_window_pattern": 3, "head_dim": 16, "query_pre_attn_scalar": 24},
+    "phi3": {"sliding_window": 8},
+    "olmo2": {},
+    "smollm3": {"no_rope_layer_interval": 3},
+    "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5},
+    "glm4_moe": {**_GROUPED, "head_dim": 16, "partial_rotary_factor": 0.5, "use_qk_norm": True},
+    "cohere2": {"sliding_window": 8, "sliding_window_pattern": 3, "logit_scale": 0.25},
+    "starcoder2": {"sliding_window": 8, "use_bias": True},
+    "granite": {
+        "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2,
+    },
+    "gpt_oss": {"sliding_window": 8, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": {"sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
+    "deepseek_v3": {**_GROUPED, **_LATENT},
+    "glm_moe_dsa": {
+        **_GROUPED, **_LATENT, "index_topk": 6, "index_n_heads": 8, "index_head_dim": 12,
+        "indexer_types": ["full", "full", "full", "shared", "shared", "full", "shared"],
+    },
+}  # fmt: skip
+"""What differs from the settings common to all. A sliding window is shorter than the sequences of the tests."""
 
 
 @dataclass(frozen=True)
 class TinyModel:
-    """A TensorSource (fusion_node.engine.weights) over a whole transformers model, which it also exposes."""
+    """A TensorSource (fusion_node.engine.weights) over a whole transformers model, which it also exposes.
+
+    Attributes:
+        as_in_module: stores the tensors as the module holds them (a layer's experts in one), not as the hub does.
+        read: the names of all tensors that were opened.
+    """
 
     path: Path
     name: str
     config: dict[str, Any]
     whole: torch.nn.Module
+    as_in_module: bool = False
+    read: list[str] = field(default_factory=list)
+
+    @cached_property
+    def stored(self) -> dict[str, torch.Tensor]:
+        state = self.whole.state_dict()
+        for tied in getattr(self.whole, "all_tied_weights_keys", ()):
+            del state[tied]
+        if not self.as_in_module and state:
+            state = revert_weight_conversion(self.whole, state)  # type: ignore[arg-type]
+        return {name: tensor.contiguous() for name, tensor in state.items()}
 
     @property
     def tensor_names(self) -> frozenset[str]:
-        return frozenset(self.whole.state_dict())
+        return frozenset(self.stored)
 
     def open_tensors(self, names: Iterable[str]) -> Iterator[tuple[str, str, tuple[int, ...], memoryview]]:
-        state = self.whole.state_dict()
         for name in names:
-            tensor = state[name].contiguous()
+            self.read.append(name)
+            tensor = self.stored[name]
             yield name, "F32", tuple(tensor.shape), tensor.view(torch.uint8).numpy().reshape(-1).data
 
 
-def tiny_model(model_type: str, seed: int = 0, **overrides: Any) -> TinyModel:
+def tiny_model(model_type: str, seed: int = 0, *, as_in_module: bool = False, **overrides: Any) -> TinyModel:
     """Seven layers, hidden size 48, four heads over two KV heads, vocabulary 131."""
     config = AutoConfig.for_model(
         model_type,
@@ -53,6 +109,7 @@ def tiny_model(model_type: str, seed: int = 0, **overrides: Any) -> TinyModel:
             "pad_token_id": 0,
             "bos_token_id": 1,
             "eos_token_id": 2,
+            "tie_word_embeddings": False,
             **TINY[model_type],
             **overrides,
         },
@@ -60,13 +117,14 @@ def tiny_model(model_type: str, seed: int = 0, **overrides: Any) -> TinyModel:
     torch.manual_seed(seed)
     with torch.device("cpu"):
         whole = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    persistent = set(whole.state_dict())
     with torch.no_grad():
-        for name, parameter in whole.named_parameters():
+        for name, tensor in [*whole.named_parameters(), *whole.named_buffers()]:
             # The default initialisation is so small that attention hardly shows in the output; much more than
             # unit gain amplifies rounding from layer to layer.
-            if parameter.dim() > 1:
-                parameter.normal_(0, parameter.shape[-1] ** -0.5)
-            elif "norm" not in name:
-                parameter.normal_(0, 0.1)
+            if tensor.dim() > 1:
+                tensor.normal_(0, tensor.shape[-1] ** -0.5)
+            elif name in persistent and not name.endswith("norm.weight"):
+                tensor.normal_(0, 0.1)
     settings = config.to_dict()
-    return TinyModel(Path("/nonexistent"), f"tiny-{model_type}", settings, whole)
+    return TinyModel(Path("/nonexistent"), f"tiny-{model_type}", settings, whole, as_in_module)
