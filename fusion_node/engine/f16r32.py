@@ -89,7 +89,7 @@ class _RoundedLinear(torch.nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         rounded = round_to(x, torch.float16)
         if self.weight.dtype != torch.float16:
-            return super().forward(rounded.float())
+            return super().forward(rounded.to(self.weight.dtype))
         y = product(rounded.flatten(0, -2), self.weight.t()).view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias
 
