@@ -9,7 +9,7 @@ Assumes: one caller; ``now`` never goes back; batches that are in flight togethe
 issued (devices in a pipeline), and are reported done in that order; every session is cancelled when it ends. A batch
 that failed may have run in part: rows may be issued anew with other bounds, what they wrote before is overwritten, and
 only the last result of a row counts. KV of a step with ``moves_kv`` is moved by the caller, once, before the step's
-first piece runs.
+first piece runs. KV of a cancelled session is kept until its batches in flight have landed.
 
 States of a row: waiting, in flight, done. A session whose batch failed waits until its later rows that are in flight
 are back; their results do not count. Timers, in seconds of the monotonic clock: deadlines of works that have not
@@ -18,7 +18,8 @@ expected at once.
 
 Source: chunked prefill with a token budget after Sarathi-Serve (arXiv 2403.02310); fairness over measured service after
 the Virtual Token Counter (arXiv 2401.00588), with start-time fair queueing's virtual time. Still ugly: every decision
-looks at every session that waits, some hundred at most.
+looks at every session that waits, some hundred at most; a step that just misses a forward waits for the decodes in it
+as well as for the prefill; and the file is long, because every rule looks at the same few queues.
 """
 
 from __future__ import annotations

@@ -22,7 +22,8 @@ from fusion_node.engine.batching_core import Batch, BatchingCore, Priority, Work
 FIXED_S, ROW_S, NOISE = 0.020, 0.001, 0.03
 """A small device: a forward of twenty rows takes twice as long as one without."""
 
-SEEDS = (0, 1)
+SEEDS = (0, 9)
+"""9: a step that came just after a forward had begun, as none did in the run without a prefill."""
 
 
 @dataclass
@@ -152,9 +153,13 @@ def test_no_decoders_token_takes_twice_as_long_beside_a_long_prefill(round_trips
     ((began, ended, _),) = beside.ended["prefill"]
     # At least half of what the device could do for it alone.
     assert ended - began <= 2 * (PREFILL_ROWS * ROW_S + PREFILL_ROWS / 512 * FIXED_S) + len(round_trips_s)
-    for number in range(len(round_trips_s)):
+    for number, round_trip_s in enumerate(round_trips_s):
         slowest = max(beside.gaps(f"d{number}", since=WARM_S, until=ended))
-        assert slowest <= 2 * max(alone.gaps(f"d{number}", since=WARM_S)), f"d{number}, seed {seed}"
+        # Without a prefill, too, a step may come just after a forward has begun, and wait for all of it.
+        just_missed = 0.8 * round_trip_s + 2 * (1 - NOISE) * (FIXED_S + ROW_S)
+        usual = alone.gaps(f"d{number}", since=WARM_S)
+        bound = max(usual) if len(round_trips_s) == 1 else max(*usual, just_missed)
+        assert slowest <= 2 * bound, f"d{number}, seed {seed}"
 
 
 @pytest.mark.parametrize("seed", SEEDS)
