@@ -26,6 +26,7 @@ from fusion_node.client.session import Session
 from fusion_node.client.session_core import SessionCore, StepDone
 from fusion_node.client.text_stream import TextStream
 from fusion_node.client.tokenizer import ChatMessage, Tokenizer
+from fusion_node.engine.architectures import load_config, max_positions
 from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.device import choose_device, prepare_thread, set_threads
 from fusion_node.engine.numerics import NUMERICS, numerics_class
@@ -180,10 +181,10 @@ class SwarmClient:
         self._avoid: dict[PeerId, float] = {}
         self._nodes: list[MeasuredNode] = []
         self._nodes_until = 0.0
-        config = self.model.config
-        self.num_layers: int = int(config["num_hidden_layers"])
-        self._hidden_size = int(config["hidden_size"])
-        self.max_context: int = int(config.get("max_position_embeddings", 2048))
+        config = load_config(self.model)
+        self.num_layers: int = config.num_hidden_layers
+        self._hidden_size: int = config.hidden_size
+        self.max_context = max_positions(config)
         self._eos_ids = _eos_ids(self.model)
 
     async def __aenter__(self) -> Self:
