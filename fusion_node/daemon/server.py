@@ -323,7 +323,7 @@ class NodeServer:
                 group=session.layers,
                 priority=Priority(session.plan.priority),
                 is_tree=not rows.is_chain,
-                moves_kv=rows.move is not None,
+                moves_kv=rows.reuses_slots,
                 arrived=now,
                 deadline=now + QUEUE_DEADLINE_S,
                 payload=step,

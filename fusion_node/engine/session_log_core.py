@@ -63,6 +63,7 @@ class StepRows:
         num_committed: slots in front that every row sees.
         move: KV to move first, if any.
         live_positions: unless is_chain, the positions of the slots from ``num_committed`` on.
+        reuses_slots: slots of earlier steps are moved or taken again, so nothing earlier may be computed with it.
     """
 
     live_rows: tuple[int, ...]
@@ -74,6 +75,7 @@ class StepRows:
     num_committed: int
     move: KVMove | None
     live_positions: tuple[int, ...] = ()
+    reuses_slots: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ class SessionLog:
         fault = self._check(first_node, num_rows, parent, parents, advance)
         if fault is not None:
             return fault
-        before = list(self._live)
+        before, num_before = list(self._live), self.num_slots
         slots_before = {node: self.num_committed + rank for rank, node in enumerate(before)}
         for index in range(num_rows):
             above = parents[index] if parents else (parent if index == 0 else first_node + index - 1)
@@ -144,7 +146,7 @@ class SessionLog:
         if advance in self._live:
             move, committed_rows = self._advance(advance, slots_before, first_node)
         # An ADVANCE to a node that is committed or dead was overtaken by a later one: nothing to do.
-        return self._rows(first_node, num_rows, committed_rows, move)
+        return self._rows(first_node, num_rows, committed_rows, move, num_before)
 
     def check_integrity(self) -> None:
         """Raises ValueError when an invariant of this class is broken. For tests and diagnosis."""
@@ -200,7 +202,9 @@ class SessionLog:
         moves = sources != tuple(range(first_slot, first_slot + len(sources)))
         return (KVMove(first_slot, sources) if moves else None), committed_rows
 
-    def _rows(self, first_node: int, num_rows: int, committed_rows: dict[int, int], move: KVMove | None) -> StepRows:
+    def _rows(
+        self, first_node: int, num_rows: int, committed_rows: dict[int, int], move: KVMove | None, num_before: int
+    ) -> StepRows:
         live = [n for n in range(first_node, first_node + num_rows) if n in self._live or n in committed_rows]
         positions = [committed_rows[n] if n in committed_rows else self._live[n].position for n in live]
         parents = [entry.parent for entry in self._live.values()]
@@ -225,4 +229,5 @@ class SessionLog:
             live_positions=()
             if chain
             else (*committed_rows.values(), *(entry.position for entry in self._live.values())),
+            reuses_slots=self.num_slots - len(live) < num_before,
         )

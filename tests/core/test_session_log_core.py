@@ -120,3 +120,20 @@ def test_random_logs_show_every_row_exactly_its_ancestors(data: st.DataObject) -
             assert [slots[s] for s in seen] == ancestors(node)
             assert step.positions[i] == len(ancestors(node)) - 1
         next_node += rows
+
+
+def test_step_that_takes_the_slots_of_dead_nodes_says_so() -> None:
+    """Computed in one go with the step before, it would overwrite KV that rows of that step still read."""
+    log = SessionLog(20)
+    tree = log.apply(0, first_node=1, num_rows=3, parent=0, parents=(0, 1, 1))
+    assert isinstance(tree, StepRows)
+    assert not tree.reuses_slots
+    # 1 → 2 is kept, in its place; 3 dies, and its slot is the new node's.
+    after = log.apply(1, first_node=4, num_rows=1, parent=2, advance=2)
+    assert isinstance(after, StepRows)
+    assert after.move is None
+    assert after.first_slot == 2
+    assert after.reuses_slots
+    chain = log.apply(2, first_node=5, num_rows=2, parent=4, advance=4)
+    assert isinstance(chain, StepRows)
+    assert not chain.reuses_slots
