@@ -87,6 +87,13 @@ class NodeFailed(FusionError):
     exit_code = 12
 
 
+class NodeNotRunning(FusionError):
+    """No node of this home runs on this machine, or none of that name. Start one with `fusion-node join`."""
+
+    exit_code = 13
+    retryable = True
+
+
 class LocalProtocolError(FusionError):
     """This program broke its own rules: a bug here, never a peer's fault. Please report it."""
 

@@ -10,7 +10,7 @@ import structlog
 import typer
 
 from fusion_node.cli.logs import LogFormat, configure_logs
-from fusion_node.cli.options import Home, Mdns, Model, Numerics, Peers, Threads
+from fusion_node.cli.options import Home, Mdns, Model, Numerics, Peers, Threads, parse_size
 from fusion_node.daemon.config import DEFAULT_LISTEN, NodeConfig
 from fusion_node.types import LayerRange
 
@@ -46,7 +46,26 @@ def join(
     numerics: Numerics = "fp32",
     threads: Threads = None,
     kv_memory: Annotated[
-        int | None, typer.Option(metavar="MIB", min=1, help="Memory for all sessions' KV; a quarter of what is free.")
+        int | None,
+        typer.Option(metavar="SIZE", parser=parse_size, help="Memory for all sessions' KV; a quarter of what is free."),
+    ] = None,
+    max_ram: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SIZE",
+            parser=parse_size,
+            help="Bound on the memory of the whole process when it computes on the CPU: a number of MiB, or 6GiB.",
+        ),
+    ] = None,
+    max_vram: Annotated[
+        int | None, typer.Option(metavar="SIZE", parser=parse_size, help="Bound on its memory on a GPU.")
+    ] = None,
+    back_off: Annotated[
+        bool | None,
+        typer.Option(
+            "--yield/--no-yield",
+            help="Pause while another program uses the device. If neither is given: on a GPU, and not on a CPU.",
+        ),
     ] = None,
     operator: Annotated[str, typer.Option(help="A name under which you want to be known.")] = "",
     mdns: Mdns = True,
@@ -70,7 +89,10 @@ def join(
         device=device,
         numerics=numerics,
         threads=threads,
-        kv_memory_bytes=None if kv_memory is None else kv_memory * 2**20,
+        kv_memory_bytes=kv_memory,
+        max_ram_bytes=max_ram,
+        max_vram_bytes=max_vram,
+        back_off=back_off,
         mdns=mdns,
         operator=operator,
     )

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 import fusion_node
+from fusion_node.cli.control import pause, resume
 from fusion_node.cli.demo import demo
 from fusion_node.cli.join import join
 from fusion_node.cli.models import models_app
@@ -32,6 +33,8 @@ app.command()(serve)
 app.command()(generate)
 app.command()(chat)
 app.command()(status)
+app.command()(pause)
+app.command()(resume)
 
 
 @app.callback(invoke_without_command=True)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fusion_node.client.sampling import SamplingParams
+from fusion_node.errors import ConfigError
 
 Peers = Annotated[
     list[str] | None,
@@ -29,6 +31,26 @@ MinP = Annotated[float, typer.Option(help="Drop tokens below this fraction of th
 RepetitionPenalty = Annotated[float, typer.Option(help="Above 1 avoids repetition.")]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling reproducible.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer. May be repeated.")]
+
+
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?) ?(?:([kmgt])(i?b)?)?", re.IGNORECASE)
+_POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_size(text: str) -> int:
+    """Reads ``6GiB``, ``500M``, ``1.5 TB`` (powers of 1000 when written with B alone) or a number of MiB; in bytes.
+
+    Raises:
+        ConfigError: it is no size, or none that is above zero.
+    """
+    found = _SIZE.fullmatch(text.strip())
+    if found is not None:
+        number, unit, suffix = found.groups()
+        base = 1000 if (suffix or "").lower() == "b" else 1024
+        size = int(float(number) * base ** _POWERS[(unit or "m").lower()])
+        if size > 0:
+            return size
+    raise ConfigError(f"{text!r} is not a size: write a number of MiB, or for example 500MiB or 6GiB")
 
 
 def sampling(

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fusion_node.client.overview import ModelView, NodeView
+from fusion_node.daemon.control import NodeState, Phase
 from fusion_node.wire import printable
 from p2p.identity import short
 from scheduler.planner import as_ranges
@@ -29,6 +30,19 @@ _COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
     ("ms/layer", "right"),
     ("open", "right"),
     ("age", "right"),
+)
+
+
+_LOCAL_COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
+    ("node", "left"),
+    ("pid", "right"),
+    ("model", "left"),
+    ("layers", "left"),
+    ("state", "left"),
+    ("open", "right"),
+    ("rows/s", "right"),
+    ("memory", "right"),
+    ("up", "right"),
 )
 
 
@@ -53,6 +67,35 @@ def node_table(nodes: Sequence[NodeView]) -> Table:
                 f"{node.record_age_s:.0f} s",
             )
     return table
+
+
+def local_table(states: Sequence[NodeState]) -> Table:
+    """One row per node of this machine, by its own word: it runs as the same user."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), collapse_padding=True, header_style="bold")
+    for name, justify in _LOCAL_COLUMNS:
+        table.add_column(name, justify=justify, no_wrap=name not in ("model", "state"), overflow="fold")
+    for state in states:
+        held = state.memory_bytes if state.device_memory_bytes is None else state.device_memory_bytes
+        table.add_row(
+            short(state.peer),
+            str(state.pid),
+            Text(printable(state.model)),
+            state.layers or "–",
+            _local_state(state),
+            str(state.num_sessions),
+            f"{state.rows_per_s:.1f}",
+            f"{held / 2**20:.0f} MiB",
+            f"{state.uptime_s:.0f} s",
+        )
+    return table
+
+
+def _local_state(state: NodeState) -> str:
+    if state.phase is Phase.LOADING:
+        return f"{state.phase.in_words} {state.loaded_percent or 0} %"
+    if state.ends_in_s is not None and state.num_sessions:
+        return f"{state.phase.in_words}, sessions end in {state.ends_in_s:.0f} s"
+    return state.phase.in_words
 
 
 def problems(nodes: Sequence[NodeView]) -> list[Text]:

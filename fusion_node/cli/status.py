@@ -9,12 +9,14 @@ import msgspec
 import typer
 from rich.console import Console
 
+from fusion_node.cli.control import ask_local_nodes
 from fusion_node.cli.logs import LogFormat, configure_logs
 from fusion_node.cli.options import AsJson, Home, Mdns, Peers
-from fusion_node.cli.pictures import coverage, node_table, problems
+from fusion_node.cli.pictures import coverage, local_table, node_table, problems
 from fusion_node.client.connection import SwarmConnection, ways_in
 from fusion_node.client.overview import Overview, look_around
 from fusion_node.store import ModelStore
+from p2p.identity import short
 
 
 def status(
@@ -22,11 +24,17 @@ def status(
     peer: Peers = None,
     mdns: Mdns = True,
     home: Home = None,
+    local: Annotated[
+        bool, typer.Option("--local", help="The nodes of this machine instead, also those that still load or pause.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show the nodes of a swarm, what they hold, their round trips, and which layers are covered."""
     configure_logs(LogFormat.AUTO, quiet=True)
     model_id = None if model is None else ModelStore(home).find(model).model_id
+    if local:
+        _show_local(home, None if model is None else ModelStore(home).find(model).name, as_json)
+        return
 
     async def run() -> Overview:
         known = ways_in(peer or (), mdns=mdns, home=ModelStore(home).home)
@@ -44,3 +52,16 @@ def status(
     for view in overview.models:
         console.print()
         console.print(coverage(view))
+
+
+def _show_local(home: Home, model: str | None, as_json: bool) -> None:
+    answers = ask_local_nodes(home, "state")
+    states = [a.reply.state for a in answers if a.reply is not None and model in (None, a.reply.state.model)]
+    if as_json:
+        print(msgspec.json.encode(states).decode())
+        return
+    console = Console()
+    console.print(local_table(states))
+    for answer in answers:
+        if answer.problem:
+            console.print(f"{short(answer.peer)}  {answer.problem}", style="red", markup=False)

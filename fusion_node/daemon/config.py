@@ -27,6 +27,9 @@ class NodeConfig:
         numerics: name of the numerics class.
         threads: torch threads; None lets torch choose.
         kv_memory_bytes: for all sessions together; None takes a quarter of what is free.
+        max_ram_bytes: of the whole process, on a CPU node; None sets no bound.
+        max_vram_bytes: of the whole process on a GPU; None sets no bound.
+        back_off: whether to pause while another program uses the device; None does so on a GPU.
         mdns: whether to find and be found on the local network.
         operator: a name that the operator wants to be known by; a claim.
     """
@@ -42,5 +45,8 @@ class NodeConfig:
     numerics: str = "fp32"
     threads: int | None = None
     kv_memory_bytes: int | None = None
+    max_ram_bytes: int | None = None
+    max_vram_bytes: int | None = None
+    back_off: bool | None = None
     mdns: bool = True
     operator: str = ""

@@ -20,6 +20,8 @@ import filelock
 import structlog
 
 from fusion_node.daemon.config import NodeConfig
+from fusion_node.daemon.control import control_socket
+from fusion_node.daemon.life import NodeLife
 from fusion_node.errors import ConfigError
 from fusion_node.store import ModelStore
 from p2p.addresses import check_bindable, parse_announce, parse_listen
@@ -115,6 +117,8 @@ class _Starter:
             check_bindable(host, port + 1)
         async with contextlib.AsyncExitStack() as stack:
             identity = stack.enter_context(_own_identity(config))
+            life = NodeLife(identity.peer_id, model.name)
+            await stack.enter_async_context(control_socket(store.home / "run", identity.peer_id, life))
             discovery = Discovery(
                 identity,
                 DiscoveryConfig(
@@ -133,7 +137,8 @@ class _Starter:
             await asyncio.to_thread(importlib.import_module, "fusion_node.daemon.serving_node")
             from fusion_node.daemon.serving_node import ServingNode, load_shard
 
-            node = ServingNode(config, identity, await load_shard(config, model, discovery), discovery)
+            shard = await load_shard(config, model, discovery, life)
+            node = ServingNode(config, identity, shard, discovery, life)
             stack.push_async_callback(node.close_links)
             await node.listen(host, port + 1 if port else 0)
             node.on_left = stack.pop_all().aclose

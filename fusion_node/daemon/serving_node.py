@@ -14,8 +14,22 @@ import structlog
 import fusion_node
 from fusion_node.daemon.admission_core import Admission
 from fusion_node.daemon.config import NodeConfig
+from fusion_node.daemon.device_usage import open_watch
+from fusion_node.daemon.life import NodeLife
+from fusion_node.daemon.manners_core import PauseReason
+from fusion_node.daemon.memory_plan import MIN_KV_POSITIONS, Bound, MemoryPlan
 from fusion_node.daemon.server import NodeServer
-from fusion_node.engine.device import choose_device, describe_device, free_memory_bytes, set_threads
+from fusion_node.engine.device import (
+    Device,
+    choose_device,
+    describe_device,
+    device_uuid,
+    free_memory_bytes,
+    limit_device_memory,
+    process_memory_bytes,
+    release_cached_memory,
+    set_threads,
+)
 from fusion_node.engine.numerics import numerics_class
 from fusion_node.engine.shard_engine import ShardEngine
 from fusion_node.engine.stage import Stage
@@ -42,10 +56,6 @@ DRAIN_S = 5.0
 LOOK_AROUND_S = 5.0
 """How long a node that may choose its layers waits to hear what others hold."""
 
-_WEIGHTS_SHARE = 0.7
-"""Of free memory; the rest is for KV, activations and the user of the machine."""
-
-_KV_SHARE = 0.25
 _MAX_CLAIMED_BYTES = 2**53
 
 log = structlog.get_logger(__name__)
@@ -69,28 +79,40 @@ class Shard:
     model: StoredModel
     stage: Stage
     seconds_per_layer: float
+    kv_budget_bytes: int
 
 
-async def load_shard(config: NodeConfig, model: StoredModel, discovery: DiscoveryService) -> Shard:
+async def load_shard(config: NodeConfig, model: StoredModel, discovery: DiscoveryService, life: NodeLife) -> Shard:
     """Chooses the layers when the operator did not, and loads them.
 
     Raises:
         ConfigError: unknown numerics, device or architecture.
-        ResourceExhausted: no room for the weights.
+        ResourceExhausted: no room for the weights, or for the KV of one session beside them.
         StoreCorrupted: a weight does not match the manifest.
     """
     numerics, device = numerics_class(config.numerics), choose_device(config.device)
     threads = set_threads(config.threads)
-    layers = config.layers
+    layers, layer_bytes = config.layers, _layer_bytes(model, numerics.weight_dtype(device).itemsize)
+    memory = _memory_plan(config, device)
     if layers is None:
-        per_layer_bytes = _layer_bytes(model, numerics.dtype.itemsize)
-        layers = await _choose_layers(discovery, model, per_layer_bytes, free_memory_bytes(device), bool(config.peers))
+        layers = await _choose_layers(discovery, model, layer_bytes, memory, bool(config.peers))
+    else:
+        memory.check_layers(
+            str(layers),
+            weights_bytes=len(layers) * layer_bytes,
+            least_kv_bytes=len(layers) * MIN_KV_POSITIONS * _kv_layer_bytes(model, numerics.kv_dtype.itemsize),
+        )
+    if memory.bound is not None:
+        limit_device_memory(device, memory.bound.max_bytes)
+    _tell_bounds_without_effect(config, device)
+    life.loading(str(layers), describe_device(device))
     log.info("loading", model=model.name, layers=str(layers), device=describe_device(device), threads=threads)
     began = time.perf_counter()
-    told = _Progress(_layer_bytes(model, numerics.dtype.itemsize) * len(layers))
+    told = _Progress(layer_bytes * len(layers), life)
     stage = await asyncio.to_thread(
         Stage.load, model, layers, numerics=numerics, device=device, on_tensor=told.on_tensor
     )
+    life.warming_up()
     seconds_per_layer = await asyncio.to_thread(stage.measure_seconds_per_layer)
     log.info(
         "loaded",
@@ -98,13 +120,35 @@ async def load_shard(config: NodeConfig, model: StoredModel, discovery: Discover
         mib=round(stage.num_weight_bytes / 2**20, 1),
         ms_per_layer=round(1000 * seconds_per_layer, 2),
     )
-    return Shard(model, stage, seconds_per_layer)
+    least_kv_bytes = MIN_KV_POSITIONS * stage.kv_bytes_per_position
+    return Shard(model, stage, seconds_per_layer, _memory_plan(config, device).kv_budget(least_kv_bytes=least_kv_bytes))
+
+
+def _memory_plan(config: NodeConfig, device: Device) -> MemoryPlan:
+    return MemoryPlan(free_memory_bytes(device), config.kv_memory_bytes, _bound(config, device))
+
+
+def _bound(config: NodeConfig, device: Device) -> Bound | None:
+    """The bound that the operator set on the memory of this kind of device, and what is used of it now."""
+    on_cpu = device.type == "cpu"
+    max_bytes = config.max_ram_bytes if on_cpu else config.max_vram_bytes
+    if max_bytes is None:
+        return None
+    return Bound("--max-ram" if on_cpu else "--max-vram", max_bytes, process_memory_bytes(device))
+
+
+def _tell_bounds_without_effect(config: NodeConfig, device: Device) -> None:
+    on_cpu = device.type == "cpu"
+    if (config.max_vram_bytes if on_cpu else config.max_ram_bytes) is not None:
+        flag = "--max-vram" if on_cpu else "--max-ram"
+        log.warning("a flag has no effect on this device", flag=flag, device=describe_device(device))
 
 
 class _Progress:
-    """Logs every tenth of the weights, once loading takes longer than a person waits without wondering."""
+    """Tells how much of the weights is there; logs every tenth once that takes longer than a person waits in peace."""
 
-    def __init__(self, total_bytes: int) -> None:
+    def __init__(self, total_bytes: int, life: NodeLife) -> None:
+        self._life = life
         self._total_bytes = max(total_bytes, 1)
         self._loaded_bytes = 0
         self._told_tenths = 0
@@ -112,6 +156,7 @@ class _Progress:
 
     def on_tensor(self, _: str, num_bytes: int) -> None:
         self._loaded_bytes += num_bytes
+        self._life.loaded(self._loaded_bytes / self._total_bytes)
         tenths = 10 * self._loaded_bytes // self._total_bytes
         if tenths > self._told_tenths and time.monotonic() - self._began > 2.0:
             self._told_tenths = tenths
@@ -119,9 +164,9 @@ class _Progress:
 
 
 async def _choose_layers(
-    discovery: DiscoveryService, model: StoredModel, per_layer_bytes: int, free_bytes: int, has_peers: bool
+    discovery: DiscoveryService, model: StoredModel, layer_bytes: int, memory: MemoryPlan, has_peers: bool
 ) -> LayerRange:
-    capacity = int(free_bytes * _WEIGHTS_SHARE) // max(per_layer_bytes, 1)
+    capacity = memory.num_layers(layer_bytes)
     held: list[LayerRange] = []
     if capacity < model.num_layers and has_peers:
         with contextlib.suppress(FusionError):
@@ -130,9 +175,7 @@ async def _choose_layers(
             held = [LayerRange(s.start, s.stop) for r in records for s in r.shards if s.model_id == model.model_id]
     layers = choose_layers(held, num_layers=model.num_layers, capacity_layers=capacity)
     if layers is None:
-        raise ResourceExhausted(
-            f"not one layer of {model.name} ({per_layer_bytes / 2**20:.0f} MiB) fits into the memory that is free"
-        )
+        raise ResourceExhausted(memory.why_no_layer(model.name, layer_bytes))
     return layers
 
 
@@ -140,6 +183,14 @@ def _layer_bytes(model: StoredModel, itemsize: int) -> int:
     """Bytes that one layer takes on the device; layers are alike, so the first stands for all."""
     first = [tensor for tensor in model.manifest.tensors if ".layers.0." in tensor.name]
     return itemsize * sum(math.prod(tensor.shape) for tensor in first)
+
+
+def _kv_layer_bytes(model: StoredModel, itemsize: int) -> int:
+    """About the KV of one position in one layer, before any layer is there to ask."""
+    config = model.config.get("text_config", model.config)
+    num_heads = config.get("num_attention_heads", 1)
+    head_dim = config.get("head_dim") or config.get("hidden_size", 0) // num_heads
+    return int(2 * (config.get("num_key_value_heads") or num_heads) * head_dim * itemsize)
 
 
 class ServingNode:
@@ -151,6 +202,7 @@ class ServingNode:
         identity: Identity,
         shard: Shard,
         discovery: DiscoveryService,
+        life: NodeLife,
     ) -> None:
         self._config = config
         self._identity = identity
@@ -158,10 +210,11 @@ class ServingNode:
         self._stage = stage = shard.stage
         self._seconds_per_layer = shard.seconds_per_layer
         self._discovery = discovery
-        engine = ShardEngine(
-            [stage],
-            kv_budget_bytes=config.kv_memory_bytes or int(free_memory_bytes(stage.device) * _KV_SHARE),
-        )
+        self._life = life
+        self._kv_budget_bytes = shard.kv_budget_bytes
+        self._is_above_bound = False
+        self._releasing: asyncio.Future[None] | None = None
+        engine = ShardEngine([stage], kv_budget_bytes=shard.kv_budget_bytes)
         self._admission = admission = Admission(
             peer=identity.peer_id,
             model_id=shard.model.model_id,
@@ -184,6 +237,7 @@ class ServingNode:
         )
         self._server.attach(self._pool)
         self.on_left: Callable[[], Awaitable[None]] | None = None
+        life.manners.attach(self)
 
     @property
     def ready(self) -> ReadyNode:
@@ -196,17 +250,29 @@ class ServingNode:
         )
 
     async def listen(self, host: str, port: int) -> None:
-        """Opens the data plane, then tells the swarm."""
+        """Opens the data plane, then tells the swarm, unless the node was paused while it loaded."""
         bound = await self._pool.listen(join_address(host, port))
         bound_port = int(bound.rpartition(":")[2])
         forwarded = [parse_announce(text) for text in self._config.announce]
         addresses = [join_address(name, bound_port) for name in dialable_hosts(host)]
         addresses += [join_address(name, port + 1) for name, port in forwarded]
         self._data_addresses = tuple(addresses[-8:])
-        await self._announce()
+        if self._admission.paused is None:
+            await self._announce()
+        self._life.ready(self)
 
     async def serve(self, stop: asyncio.Event) -> None:
-        """Announces and expires until told to stop."""
+        """Announces and expires until told to stop; pauses and resumes meanwhile."""
+        device = self._stage.device
+        watch = await asyncio.to_thread(open_watch, device.type, uuid=device_uuid(device), wanted=self._config.back_off)
+        manners = asyncio.create_task(self._life.manners.run(watch))
+        try:
+            await self._serve(stop, manners)
+        finally:
+            manners.cancel()
+            await asyncio.gather(manners, return_exceptions=True)
+
+    async def _serve(self, stop: asyncio.Event, manners: asyncio.Task[None]) -> None:
         announcing: asyncio.Task[None] | None = None
         next_announce = time.monotonic() + ANNOUNCE_INTERVAL_S
         while not stop.is_set():
@@ -214,7 +280,11 @@ class ServingNode:
                 async with asyncio.timeout(1.0):
                     await stop.wait()
             self._server.expire()
-            if time.monotonic() >= next_announce:
+            self._life.tick()
+            self._mind_bound()
+            if manners.done():
+                manners.result()  # raises: it never ends by itself
+            if time.monotonic() >= next_announce and self._admission.paused is None:
                 next_announce = time.monotonic() + ANNOUNCE_INTERVAL_S
                 # Beside the loop: a slow swarm must not keep leases from ending, nor the node from stopping.
                 if announcing is None or announcing.done():
@@ -226,6 +296,7 @@ class ServingNode:
     async def leave(self) -> None:
         """Withdraws the record, finishes or hands back what runs, closes everything."""
         log.info("leaving", sessions=len(self._admission.sessions))
+        self._life.leaving()
         self._admission.draining = True
         withdrawn = asyncio.ensure_future(self._discovery.withdraw(self._signed_record(leaving=True)))
         await self._server.drain(timeout_s=DRAIN_S)
@@ -233,6 +304,58 @@ class ServingNode:
         if self.on_left is not None:
             await self.on_left()
         log.info("left")
+
+    # what its operator sees and orders: life.Working and manners.Host
+
+    @property
+    def num_sessions(self) -> int:
+        return len(self._admission.sessions)
+
+    @property
+    def num_rows(self) -> int:
+        return self._server.counters["rows"]
+
+    @property
+    def busy_s(self) -> float:
+        return self._server.counters["compute_us"] / 1e6
+
+    @property
+    def kv_bytes(self) -> tuple[int, int]:
+        num_positions = sum(session.plan.max_positions for session in self._admission.sessions)
+        return num_positions * self._stage.kv_bytes_per_position, self._kv_budget_bytes
+
+    @property
+    def device_memory_bytes(self) -> int | None:
+        device = self._stage.device
+        return None if device.type == "cpu" else process_memory_bytes(device)
+
+    def refuse(self, reason: str | None) -> None:
+        self._admission.paused = reason
+        self._record_made_at = -math.inf  # whoever asks for the record is told at once
+
+    def end_sessions(self, reason: PauseReason) -> None:
+        self._server.end_all(reason.value, reason.in_words)
+
+    def release_memory(self) -> None:
+        # Beside the loop: allocators take their time.
+        self._releasing = asyncio.get_running_loop().run_in_executor(None, release_cached_memory, self._stage.device)
+
+    async def publish(self) -> None:
+        if self._admission.paused is None:
+            await self._announce()
+            return
+        try:
+            await self._discovery.withdraw(self._signed_record())
+        except FusionError as error:
+            log.warning("withdrawing the record failed", reason=str(error))
+
+    def _mind_bound(self) -> None:
+        bound = _bound(self._config, self._stage.device)
+        is_above = bound is not None and bound.used_bytes > bound.max_bytes
+        if bound is not None and is_above and not self._is_above_bound:
+            log.warning("more memory is used than allowed", flag=bound.flag, mib=round(bound.used_bytes / 2**20))
+            self.release_memory()
+        self._is_above_bound = is_above
 
     async def close_links(self) -> None:
         await self._pool.aclose("the node is shutting down")
@@ -275,7 +398,7 @@ class ServingNode:
             libp2p_addresses=tuple(self._discovery.addresses[:8]),
             device=self._device_name[:96],
             memory_free_bytes=min(free_memory_bytes(self._stage.device), _MAX_CLAIMED_BYTES),
-            shards=() if leaving else (shard,),
+            shards=() if leaving or self._admission.paused is not None else (shard,),
             num_sessions=len(self._admission.sessions),
             software=f"fusion-node {fusion_node.__version__}",
             operator=self._config.operator[:96],

@@ -12,6 +12,9 @@ import torch
 
 from fusion_node.errors import ConfigError, ResourceExhausted
 
+Device = torch.device
+"""For those who hold one and do not import torch."""
+
 CUDA_CONTEXT_BYTES = 512 * 2**20
 """What a process takes on a GPU before its first tensor: 250 to 550 MiB by GPU and driver, kernels included. A process
 cannot measure its own, because CUDA tells nothing before the context is there."""

@@ -1,0 +1,274 @@
+"""The local control socket: what a node tells its operator on this machine, and takes from them.
+
+HTTP over a Unix domain socket, one per node, ``PEER-ID.sock`` in the home's ``run`` folder: ``GET /state``,
+``POST /pause`` (``{"at_once": true}``) and ``POST /resume``, each answered with a Reply as JSON. The folder has mode
+0700 and the socket 0600, so whoever can connect is the node's own user; there is no other access control. A path that
+is too long for a socket (sun_path, unix(7)) is a symbolic link to a short one.
+
+Both sides are here: the node listens, the command line asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import os
+import socket
+import stat
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import aiohttp
+import msgspec
+import structlog
+from aiohttp import web
+
+MAX_REQUEST_BYTES = 4 * 1024
+MAX_REPLY_BYTES = 16 * 1024
+MAX_NODES = 32
+"""Of one home that are asked."""
+
+MAX_PATH_BYTES = 103
+"""Of a socket's path: 104 with its zero byte on macOS, 108 on Linux."""
+
+ASK_TIMEOUT_S = 5.0
+"""The event loop of a node never computes: one that is silent for so long is stopped or broken."""
+
+_CLOSE_S = 1.0
+
+log = structlog.get_logger(__name__)
+
+
+class Phase(enum.StrEnum):
+    """Where a node is between its start and its end."""
+
+    STARTING = "starting"
+    LOADING = "loading"
+    WARMING_UP = "warming-up"
+    READY = "ready"
+    PAUSED = "paused"
+    BACKING_OFF = "backing-off"
+    LEAVING = "leaving"
+
+    @property
+    def in_words(self) -> str:
+        """For people."""
+        return self.value.replace("-", " ")
+
+
+class NodeState(msgspec.Struct, frozen=True):
+    """A node at one moment.
+
+    Attributes:
+        layers: ``START:STOP``; empty until they are chosen.
+        loaded_percent: of the weights; None before loading begins.
+        ends_in_s: how long running sessions may still go on; None unless a pause is on its way.
+        num_rows: computed since the start.
+        rows_per_s: of the last seconds: about the tokens per second that pass through this node.
+        memory_bytes: resident memory of the process.
+        device_memory_bytes: what the process holds on a GPU; None on a CPU.
+        kv_reserved_bytes, kv_budget_bytes: of all sessions together.
+    """
+
+    peer: str
+    pid: int
+    model: str
+    phase: Phase
+    device: str = ""
+    layers: str = ""
+    loaded_percent: int | None = None
+    ends_in_s: float | None = None
+    num_sessions: int = 0
+    num_rows: int = 0
+    rows_per_s: float = 0.0
+    memory_bytes: int = 0
+    device_memory_bytes: int | None = None
+    kv_reserved_bytes: int = 0
+    kv_budget_bytes: int = 0
+    uptime_s: float = 0.0
+
+
+class Reply(msgspec.Struct, frozen=True):
+    """The answer to every request: how the node is now, and the phase that it was in before the request."""
+
+    state: NodeState
+    before: Phase
+
+
+class PauseRequest(msgspec.Struct, frozen=True):
+    """Body of ``POST /pause``; ``at_once`` ends running sessions without a grace period."""
+
+    at_once: bool = False
+
+
+class Controllable(Protocol):
+    """What a control socket controls."""
+
+    def state(self) -> NodeState: ...
+
+    def pause(self, *, at_once: bool) -> None:
+        """Stops serving; sessions are refused when this returns."""
+        ...
+
+    def resume(self) -> None:
+        """Serves again."""
+        ...
+
+
+# the node's side
+
+
+@contextlib.asynccontextmanager
+async def control_socket(folder: Path, peer: str, node: Controllable) -> AsyncIterator[None]:
+    """Listens for as long as the context lasts. A socket that cannot be made is logged, and no reason not to serve."""
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            listener = stack.enter_context(_listener(folder, peer))
+            runner = web.AppRunner(_application(node), access_log=None, shutdown_timeout=_CLOSE_S)
+            await runner.setup()
+            stack.push_async_callback(runner.cleanup)
+            await web.SockSite(runner, listener).start()
+        except OSError as error:
+            log.warning("no control socket: this node cannot be paused", folder=str(folder), reason=str(error))
+        yield
+
+
+def _application(node: Controllable) -> web.Application:
+    async def state(_: web.Request) -> web.Response:
+        return reply(node.state().phase)
+
+    async def pause(request: web.Request) -> web.Response:
+        try:
+            wish = msgspec.json.decode(await request.read() or b"{}", type=PauseRequest)
+        except msgspec.MsgspecError as error:
+            raise web.HTTPBadRequest from error
+        before = node.state().phase
+        node.pause(at_once=wish.at_once)
+        return reply(before)
+
+    async def resume(_: web.Request) -> web.Response:
+        before = node.state().phase
+        node.resume()
+        return reply(before)
+
+    def reply(before: Phase) -> web.Response:
+        return web.Response(body=msgspec.json.encode(Reply(node.state(), before)), content_type="application/json")
+
+    application = web.Application(client_max_size=MAX_REQUEST_BYTES)
+    application.add_routes([web.get("/state", state), web.post("/pause", pause), web.post("/resume", resume)])
+    return application
+
+
+@contextlib.contextmanager
+def _listener(folder: Path, peer: str) -> Iterator[socket.socket]:
+    _make_private(folder)
+    known = path = folder / f"{peer}.sock"
+    if len(os.fsencode(path)) > MAX_PATH_BYTES:
+        runtime = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"fusion-node-{os.getuid()}"
+        _make_private(runtime)
+        path = runtime / f"{peer[-16:]}.sock"
+    # Under its name only when it listens: whoever finds a socket that nobody answers takes it for one of a dead node.
+    unfinished = path.with_suffix(".tmp")
+    unfinished.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        try:
+            listener.bind(str(unfinished))
+            unfinished.chmod(0o600)
+            listener.listen()
+            unfinished.replace(path)
+            if known != path:
+                known.unlink(missing_ok=True)
+                known.symlink_to(path)
+            yield listener
+        finally:
+            for left in (known, path, unfinished):
+                with contextlib.suppress(OSError):
+                    left.unlink(missing_ok=True)
+
+
+def _make_private(folder: Path) -> None:
+    """Raises PermissionError for a folder in which somebody else could have put something."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise PermissionError(f"{folder} is not a folder of this user's own")
+    if found.st_mode & 0o077:
+        folder.chmod(0o700)
+
+
+# the operator's side
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What one node of this machine said.
+
+    Attributes:
+        reply: None when it did not answer.
+        problem: why it did not, for people; empty when it did.
+    """
+
+    peer: str
+    reply: Reply | None
+    problem: str = ""
+
+
+def known_peers(folder: Path) -> list[str]:
+    """Peer ids of the nodes that have a control socket here, dead ones included."""
+    return [path.stem for path in sorted(folder.glob("*.sock"))[:MAX_NODES]]
+
+
+async def ask_nodes(
+    folder: Path, peers: Sequence[str], command: str, request: PauseRequest | None = None
+) -> list[Answer]:
+    """Sends a command to nodes of this machine, all at once; those that are dead are left out and their files removed.
+
+    Args:
+        command: ``state``, ``pause`` or ``resume``.
+    """
+    answers = await asyncio.gather(*(_ask(folder / f"{peer}.sock", command, request) for peer in peers))
+    return [answer for answer in answers if answer is not None]
+
+
+async def _ask(path: Path, command: str, request: PauseRequest | None) -> Answer | None:
+    peer = path.stem
+    try:
+        body = await _request(_target(path), command, request)
+        return Answer(peer, msgspec.json.decode(body, type=Reply))
+    except msgspec.MsgspecError:
+        return Answer(peer, None, "it answers in a way that this version does not know")
+    except TimeoutError:
+        return Answer(peer, None, f"it did not answer within {ASK_TIMEOUT_S:.0f} s")
+    except aiohttp.ClientConnectorError as error:
+        if isinstance(error.os_error, ConnectionRefusedError | FileNotFoundError):
+            _remove(path)  # its node was killed
+            return None
+        return Answer(peer, None, f"its control socket cannot be used: {error.os_error.strerror}")
+    except (aiohttp.ClientError, OSError) as error:
+        return Answer(peer, None, f"it broke off: {type(error).__name__}")
+
+
+def _target(path: Path) -> Path:
+    return path.readlink() if path.is_symlink() else path
+
+
+def _remove(path: Path) -> None:
+    for each in (_target(path), path):
+        with contextlib.suppress(OSError):
+            each.unlink(missing_ok=True)
+
+
+async def _request(path: Path, command: str, request: PauseRequest | None) -> bytes:
+    limit = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
+    async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path)), timeout=limit) as session:
+        method, data = ("GET", None) if command == "state" else ("POST", msgspec.json.encode(request))
+        async with session.request(method, f"http://node/{command}", data=data) as response:
+            response.raise_for_status()
+            body = bytearray()
+            while chunk := await response.content.read(MAX_REPLY_BYTES + 1 - len(body)):
+                body += chunk
+            return bytes(body) if len(body) <= MAX_REPLY_BYTES else b""

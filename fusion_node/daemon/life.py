@@ -1,0 +1,143 @@
+"""A node from its start to its end, as its operator sees it: the phase that it is in, and how busy it is."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Protocol
+
+import psutil
+
+from fusion_node.daemon.control import NodeState, Phase
+from fusion_node.daemon.manners import MannersShell
+from fusion_node.daemon.manners_core import PauseReason, Standing
+
+RATE_WINDOW_S = 10.0
+"""Over which the rows per second are told."""
+
+
+class Working(Protocol):
+    """What a node that has loaded tells of itself."""
+
+    @property
+    def num_sessions(self) -> int: ...
+
+    @property
+    def num_rows(self) -> int:
+        """Computed since the start."""
+        ...
+
+    @property
+    def kv_bytes(self) -> tuple[int, int]:
+        """Reserved, and the budget of all sessions together."""
+        ...
+
+    @property
+    def device_memory_bytes(self) -> int | None:
+        """What this process holds on a GPU; None on a CPU."""
+        ...
+
+
+class RowRate:
+    """Rows per second over the last window."""
+
+    def __init__(self, window_s: float = RATE_WINDOW_S) -> None:
+        self._window_s = window_s
+        self._samples: deque[tuple[float, int]] = deque()
+
+    def note(self, num_rows: int, *, now: float) -> None:
+        """A count that only grows, now and then."""
+        self._samples.append((now, num_rows))
+        while len(self._samples) > 2 and self._samples[1][0] <= now - self._window_s:
+            self._samples.popleft()
+
+    @property
+    def rows_per_s(self) -> float:
+        if len(self._samples) < 2:
+            return 0.0
+        (begin, before), (end, after) = self._samples[0], self._samples[-1]
+        return (after - before) / (end - begin) if end > begin else 0.0
+
+
+class NodeLife:
+    """One node; `fusion_node.daemon.control.Controllable`."""
+
+    def __init__(self, peer: str, model: str, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.manners = MannersShell(clock=clock)
+        self._peer = peer
+        self._model = model
+        self._clock = clock
+        self._began = clock()
+        self._phase = Phase.STARTING
+        self._layers = ""
+        self._device = ""
+        self._loaded_percent: int | None = None
+        self._working: Working | None = None
+        self._rate = RowRate()
+
+    def loading(self, layers: str, device: str) -> None:
+        """Layers and device are chosen, and the weights are being read."""
+        self._phase, self._layers, self._device, self._loaded_percent = Phase.LOADING, layers, device, 0
+
+    def loaded(self, fraction: float) -> None:
+        """How much of the weights is there, from 0 to 1. May be called in any thread."""
+        self._loaded_percent = min(100, int(100 * fraction))
+
+    def warming_up(self) -> None:
+        """The weights are there, and the first steps are computed to nobody's use."""
+        self._phase, self._loaded_percent = Phase.WARMING_UP, 100
+
+    def ready(self, working: Working) -> None:
+        """Sessions can be opened, unless the node is paused."""
+        self._phase, self._working = Phase.READY, working
+
+    def leaving(self) -> None:
+        """Nothing is taken any more."""
+        self._phase = Phase.LEAVING
+
+    def tick(self) -> None:
+        """To be called about once a second, for the rate."""
+        if self._working is not None:
+            self._rate.note(self._working.num_rows, now=self._clock())
+
+    def pause(self, *, at_once: bool) -> None:
+        self.manners.pause(at_once=at_once)
+
+    def resume(self) -> None:
+        self.manners.resume()
+
+    def state(self) -> NodeState:
+        working = self._working
+        reserved, budget = (0, 0) if working is None else working.kv_bytes
+        is_stopping = self.manners.core.standing is Standing.STOPPING and self._phase is Phase.READY
+        return NodeState(
+            peer=self._peer,
+            pid=os.getpid(),
+            model=self._model,
+            phase=self._told_phase(),
+            device=self._device,
+            layers=self._layers,
+            loaded_percent=self._loaded_percent,
+            ends_in_s=self.manners.ends_in_s if is_stopping else None,
+            num_sessions=0 if working is None else working.num_sessions,
+            num_rows=0 if working is None else working.num_rows,
+            rows_per_s=round(self._rate.rows_per_s, 1),
+            memory_bytes=psutil.Process().memory_info().rss,
+            device_memory_bytes=None if working is None else working.device_memory_bytes,
+            kv_reserved_bytes=reserved,
+            kv_budget_bytes=budget,
+            uptime_s=round(self._clock() - self._began, 1),
+        )
+
+    def _told_phase(self) -> Phase:
+        if self._phase is not Phase.READY:
+            return self._phase
+        match self.manners.core.reason:
+            case None:
+                return Phase.READY
+            case PauseReason.OPERATOR:
+                return Phase.PAUSED
+            case PauseReason.OTHER_PROGRAM:
+                return Phase.BACKING_OFF
