@@ -244,7 +244,9 @@ def attend(
         num_tokens = 1
     else:
         query_BNTH = query_1NTH
-    if softcap is None and s_aux is None:
+    # No fused kernel takes values of another size than keys for fewer heads: torch would repeat both for every head.
+    is_fused = num_kv_heads == num_heads or keys_KSH.shape[2] == values_KSH.shape[2]
+    if softcap is None and s_aux is None and (is_fused or num_tokens == 1):
         if num_tokens == 1:
             # One token sees every slot, so the G query heads of a KV head can stand as G queries: no repeated keys.
             grouped = query_BNTH.reshape(num_sequences, num_kv_heads, num_heads // num_kv_heads, -1)

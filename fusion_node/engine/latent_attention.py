@@ -74,7 +74,7 @@ def latent_attention(
     out_1TNV = query_1NTH.new_empty((1, num_tokens, num_heads, module.v_head_dim))  # type: ignore[arg-type]
     for group in groups:
         part_1NTH = query_1NTH[:, :, group.tokens]
-        if _is_cheaper_absorbed(module, group, part_1NTH.shape[2]):
+        if is_cheaper_absorbed(module, group, part_1NTH.shape[2]):
             part_1TNV = _attend_absorbed(module, part_1NTH, batch.pool, layer, group, scaling)
         else:
             part_1TNV = attend(part_1NTH, _Expanded(batch.pool, module), layer, group, scaling, None, None)
@@ -82,10 +82,11 @@ def latent_attention(
     return out_1TNV, None
 
 
-def _is_cheaper_absorbed(module: Any, group: Group, num_tokens: int) -> bool:
-    """Counts products. Quantised projections cannot be taken apart."""
-    if not module.kv_b_proj.weight.is_floating_point() or module.kv_b_proj.weight.dim() != 2:
-        return False
+def is_cheaper_absorbed(module: Any, group: Group, num_tokens: int) -> bool:
+    """Counts products."""
+    weight = module.kv_b_proj.weight
+    if not weight.is_floating_point() or hasattr(weight, "__tensor_flatten__"):
+        return False  # A quantised projection cannot be taken apart.
     num_slots = len(group.slots) if isinstance(group.slots, torch.Tensor) else group.slots.stop - group.slots.start
     expansion = module.kv_lora_rank * (module.qk_nope_head_dim + module.v_head_dim)
     # Several sequences have one token each, and each its own slots.
@@ -142,6 +143,9 @@ class Choice:
     Attributes:
         layer_idx: of the layer that has the indexer.
         keys_1TI: its keys of the new tokens, for the cache.
+
+    Args:
+        chosen: per segment what its tokens see, ``[T, S]``; of a single token the slots that it reads; None for all.
     """
 
     def __init__(self, layer_idx: int, keys_1TI: torch.Tensor, chosen: list[torch.Tensor | None]) -> None:
@@ -152,19 +156,24 @@ class Choice:
 
     def groups(self, batch: PackedBatch, layer: int, dtype: torch.dtype) -> list[Group]:
         """How the tokens attend: as ever, where all that they may see is chosen."""
-        if all(chosen is None for chosen in self._chosen):
+        if all(each is None for each in self._chosen):
             return batch.groups(None, layer, dtype)
         if self._groups is None:
             self._groups = list(self._make_groups(batch, dtype))
         return self._groups
 
     def _make_groups(self, batch: PackedBatch, dtype: torch.dtype) -> Iterator[Group]:
-        for s, chosen_TS in zip(batch.segments, self._chosen, strict=True):
+        for s, chosen in zip(batch.segments, self._chosen, strict=True):
             group = batch.group_of(s, None, dtype)
-            if chosen_TS is not None:
-                mask = torch.zeros(chosen_TS.shape, dtype=dtype, device=chosen_TS.device)
-                group = Group(group.tokens, group.slots, mask.masked_fill_(~chosen_TS, -torch.inf))
-            yield group
+            if chosen is None:
+                yield group
+            elif chosen.dtype == torch.bool:
+                mask = torch.zeros(chosen.shape, dtype=dtype, device=chosen.device)
+                yield Group(group.tokens, group.slots, mask.masked_fill_(~chosen, -torch.inf))
+            elif isinstance(group.slots, slice):
+                yield Group(group.tokens, group.slots.start + chosen)
+            else:
+                yield Group(group.tokens, group.slots[chosen])
 
 
 def _tell_indexer(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -216,6 +225,8 @@ def _choose(
         keys.append(seen.new_1TI)
         if s.num_slots <= indexer.index_topk:
             chosen.append(None)
+        elif s.num_tokens == 1 and s.visible is None:
+            chosen.append(best[0, 0].long())
         else:
             # Where fewer are visible than may be chosen, the rest of the choice is arbitrary.
             chosen.append(torch.zeros_like(visible_TS).scatter_(1, best[0].long(), value=True) & visible_TS)

@@ -20,10 +20,12 @@ import pytest
 import torch
 
 from fusion_node.engine.architectures import ARCHITECTURES, SUPPORTED_ARCHITECTURES, load_config, max_positions
+from fusion_node.engine.attention import Group
 from fusion_node.engine.block_manager_core import SlotMove
 from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.device import prepare_thread
-from fusion_node.engine.kv_cache import KVPool
+from fusion_node.engine.kv_cache import KVLayout, KVPool
+from fusion_node.engine.latent_attention import is_cheaper_absorbed
 from fusion_node.engine.numerics import numerics_class
 from fusion_node.engine.session_log_core import SessionLog, StepRows
 from fusion_node.engine.stage import Stage, StepInput
@@ -280,6 +282,16 @@ def test_a_range_that_needs_the_choice_of_a_layer_before_it_is_refused() -> None
         stage.part(LayerRange(4, 6))
     # Only a layer that chooses keeps keys to choose by.
     assert [k.value_dim for k in stage.part(LayerRange(2, 5)).kv_layouts] == [12, 0, 0]
+
+
+def test_few_tokens_attend_to_latents_as_they_are_and_many_expand_them() -> None:
+    stage = Stage.load(tiny_model("deepseek_v3"), LayerRange(2, 4), numerics=FP32, device=CPU)
+    # One head whose key is latent and rotary part together, and no value beside it.
+    assert set(stage.kv_layouts) == {KVLayout(1, 16 + 8, 0)}
+    module = stage._model.get_submodule("layers.3.self_attn")
+    assert is_cheaper_absorbed(module, Group(slice(0, 1), slice(0, 40)), 1)
+    assert is_cheaper_absorbed(module, Group(torch.arange(3), torch.arange(120), num_sequences=3), 3)
+    assert not is_cheaper_absorbed(module, Group(slice(0, 40), slice(0, 40)), 40)
 
 
 def test_layers_outside_the_model_are_refused() -> None:
