@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from fusion_node.engine.attention import ATTENTION_NAME
 from fusion_node.engine.latent_attention import LATENT_ATTENTION_NAME, keep_latents
+from fusion_node.engine.quantized import Quantization
 from fusion_node.errors import ConfigError, InvalidLayers
 from fusion_node.types import LayerRange
 
@@ -117,7 +118,9 @@ def max_positions(config: PretrainedConfig) -> int:
     return limit
 
 
-def build_layers(config: PretrainedConfig, layers: LayerRange, *, dtype: torch.dtype) -> PreTrainedModel:
+def build_layers(
+    config: PretrainedConfig, layers: LayerRange, *, dtype: torch.dtype, quantization: Quantization | None = None
+) -> PreTrainedModel:
     """The base model with only these layers, on the meta device: rows in, rows out.
 
     The whole model is built, because families derive what a layer is from its index; on the meta device that costs
@@ -127,9 +130,9 @@ def build_layers(config: PretrainedConfig, layers: LayerRange, *, dtype: torch.d
         InvalidLayers: the range lies outside the model.
     """
     layers.check_within(config.num_hidden_layers)
-    with torch.device("meta"):
-        name = LATENT_ATTENTION_NAME if hasattr(config, "kv_lora_rank") else ATTENTION_NAME
-        model: PreTrainedModel = AutoModel.from_config(config, attn_implementation=name, dtype=dtype)
+    name = LATENT_ATTENTION_NAME if hasattr(config, "kv_lora_rank") else ATTENTION_NAME
+    whole = _build(config, name, dtype, quantization)
+    model: PreTrainedModel = whole.get_submodule(whole.base_model_prefix)
     keep_latents(model)
     # What stays with the user has no place here; the identities keep the class's own forward unchanged.
     model.embed_tokens = torch.nn.Identity()
@@ -163,15 +166,24 @@ def keep_layers(model: PreTrainedModel, config: PretrainedConfig, layers: LayerR
     return kept
 
 
-def build_boundary(config: PretrainedConfig, *, dtype: torch.dtype) -> PreTrainedModel:
+def build_boundary(
+    config: PretrainedConfig, *, dtype: torch.dtype, quantization: Quantization | None = None
+) -> PreTrainedModel:
     """The causal language model without its layers, on the meta device."""
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config, attn_implementation=ATTENTION_NAME, dtype=dtype
-        )
+    model = _build(config, ATTENTION_NAME, dtype, quantization)
     base = model.get_submodule(model.base_model_prefix)
     base.layers = torch.nn.ModuleList()
     base.config = _config_of(config, 0, 0)
+    return model
+
+
+def _build(
+    config: PretrainedConfig, attention: str, dtype: torch.dtype, quantization: Quantization | None
+) -> PreTrainedModel:
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
+    if quantization is not None:
+        quantization.prepare(model, dtype)
     return model
 
 

@@ -21,6 +21,7 @@ from fusion_node.engine import f16r32
 from fusion_node.engine.architectures import build_boundary, load_config
 from fusion_node.engine.linear import speed_up_linears
 from fusion_node.engine.numerics import NumericsClass
+from fusion_node.engine.quantized import Quantization, is_boundary_quantized
 from fusion_node.engine.weights import TensorSource, fill
 
 
@@ -47,12 +48,16 @@ class Boundary:
         """Reads embedding, norm and head, none of the layers.
 
         Raises:
-            ConfigError: the architecture is not supported.
+            ConfigError: the architecture is not supported, or its quantisation cannot be loaded here.
             StoreCorrupted: a tensor does not match the manifest.
         """
-        model = build_boundary(load_config(source), dtype=numerics.dtype)
+        config = load_config(source)
+        quantization = None
+        if is_boundary_quantized(source.tensor_names):
+            quantization = Quantization.find(source, numerics=numerics, device=device)
+        model = build_boundary(config, dtype=numerics.dtype, quantization=quantization)
         f16r32.prepare(model, numerics, device)
-        fill(model, source, dtype=numerics.dtype, device=device)
+        fill(model, source, dtype=numerics.dtype, device=device, quantization=quantization)
         speed_up_linears(model)
         f16r32.apply(model, numerics)
         return cls(model.eval(), numerics=numerics, device=device)

@@ -44,7 +44,7 @@ def speed_up_linears(model: torch.nn.Module) -> None:
     Other types are left alone: torch has fast paths of its own for them.
     """
     for module in model.modules():
-        if type(module) is not torch.nn.Linear:
+        if type(module) is not torch.nn.Linear or type(module.weight) is not torch.nn.Parameter:
             continue
         weight = module.weight
         chunks = next((c for c in _NUM_CHUNKS if weight.shape[0] % c == 0), None)

@@ -20,6 +20,7 @@ from fusion_node.engine.device import memory_errors
 from fusion_node.engine.kv_cache import KVLayout, KVPool, LayoutProbe, bytes_per_slot
 from fusion_node.engine.linear import speed_up_linears
 from fusion_node.engine.numerics import NumericsClass
+from fusion_node.engine.quantized import Quantization
 from fusion_node.engine.session_log_core import StepRows
 from fusion_node.engine.weights import OnTensor, TensorSource, fill
 from fusion_node.errors import InvalidLayers
@@ -81,15 +82,18 @@ class Stage:
 
         Raises:
             InvalidLayers: the range lies outside the model.
-            ConfigError: the architecture is not supported.
+            ConfigError: the architecture is not supported, or its quantisation cannot be loaded here.
             ResourceExhausted: the device has no room for the weights.
             StoreCorrupted: a tensor does not match the manifest.
         """
         config = load_config(source)
-        model = build_layers(config, layers, dtype=numerics.dtype)
+        quantization = Quantization.find(source, numerics=numerics, device=device)
+        model = build_layers(config, layers, dtype=numerics.dtype, quantization=quantization)
         f16r32.prepare(model, numerics, device)
         with memory_errors(f"layers {layers} of {source.name} do not fit on {device}: serve fewer with --layers"):
-            num_bytes = fill(model, source, dtype=numerics.dtype, device=device, on_tensor=on_tensor)
+            num_bytes = fill(
+                model, source, dtype=numerics.dtype, device=device, quantization=quantization, on_tensor=on_tensor
+            )
             speed_up_linears(model)
             f16r32.apply(model, numerics)
         return cls(

@@ -29,10 +29,12 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from fusion_node.engine.quantized import Quantization, resident_bytes
 from fusion_node.errors import StoreCorrupted
 
 _SAFETENSORS_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
 }  # fmt: skip
 
@@ -55,6 +57,8 @@ class TensorSource(Protocol):
     @property
     def tensor_names(self) -> Collection[str]: ...
 
+    def read_file(self, name: str) -> bytes: ...
+
     def open_tensors(self, names: Iterable[str]) -> Iterator[tuple[str, str, tuple[int, ...], memoryview]]: ...
 
 
@@ -64,6 +68,7 @@ def fill(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    quantization: Quantization | None = None,
     on_tensor: OnTensor | None = None,
 ) -> int:
     """Gives every parameter and buffer of ``model``, which is on the meta device, its values.
@@ -81,7 +86,7 @@ def fill(
         StoreCorrupted: a tensor is missing, has another shape, or does not match the manifest.
     """
     compute_buffers(model, device)
-    targets = _targets(model, source)
+    targets = _targets(model, source, quantization)
     keep_float32 = [re.compile(pattern) for pattern in model._get_dtype_plan(dtype)]
     # One pass over the store, target by target: it verifies the next tensors while these are put into place.
     opened = source.open_tensors(tuple(part.stored for target in targets for part in target.parts))
@@ -92,8 +97,9 @@ def fill(
         if any(pattern.search(target.name) for pattern in keep_float32):
             as_dtype = torch.float32
         parts = ((part, _view(source, *next(opened))) for part in target.parts)
-        for name, tensor in _converted(model, source, target, parts, as_dtype, device):
-            if tensor.shape != _tensor_of(model, name).shape:
+        for name, tensor in _converted(model, source, target, parts, as_dtype, device, quantization):
+            is_quantized = quantization is not None and quantization.is_quantized(model, name)
+            if tensor.shape != _tensor_of(model, name).shape and not is_quantized:
                 raise _wrong_shape(source, name, tensor, _tensor_of(model, name))
             _put(model, name, tensor)
             num_bytes += tensor.nbytes
@@ -103,6 +109,9 @@ def fill(
         # A checkpoint may hold both; then each is what it says.
         if _tensor_of(model, tied).is_meta:
             _put(model, tied, _tensor_of(model, origin))
+    if quantization is not None:
+        quantization.finish(model)
+        return resident_bytes(model)
     return num_bytes
 
 
@@ -151,13 +160,16 @@ class _Target:
     parts: list[_Part] = field(default_factory=list)
 
 
-def _targets(model: PreTrainedModel, source: TensorSource) -> list[_Target]:
+def _targets(model: PreTrainedModel, source: TensorSource, quantization: Quantization | None) -> list[_Target]:
     """What to read for every tensor of the module.
 
     Raises:
         StoreCorrupted: the store has nothing for one of them.
     """
-    transforms: list[WeightTransform] = [*_text_part(), *get_model_conversion_mapping(model)]
+    conversions: list[WeightTransform] = get_model_conversion_mapping(model)
+    if quantization is not None:
+        conversions = quantization.extend(conversions, model)
+    transforms = [*_text_part(), *conversions]
     renames = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
@@ -201,6 +213,7 @@ def _converted(
     parts: Iterator[tuple[_Part, torch.Tensor]],
     dtype: torch.dtype,
     device: torch.device,
+    quantization: Quantization | None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     if target.converter is None:
         ((_, tensor),) = parts
@@ -209,6 +222,9 @@ def _converted(
         empty = torch.empty_like(_tensor_of(model, target.name), dtype=dtype, device=device)
         _stack_experts(source, target, parts, empty)
         yield target.name, empty
+    elif quantization is not None and quantization.reads_as_stored(target.converter):
+        loaded = ((part.stored, part.pattern, tensor.to(device)) for part, tensor in parts)
+        yield from quantization.convert(model, deepcopy(target.converter), target.name, loaded, dtype)
     else:
         converter = deepcopy(target.converter)
         for part, tensor in parts:
