@@ -25,6 +25,9 @@ from fusion_node.errors import ConfigError
 
 EXPERTS_NAME = "fusion_f16r32"
 
+_SLAB_ELEMENTS = 2**24
+"""How many weights are rounded at once: 32 MiB beside the shard."""
+
 _DECIDING = frozenset({"gate", "router", "shared_expert_gate", "indexer"})
 """Modules of these names choose or weigh, in transformers' families: ``mlp.gate``, ``mlp.router``,
 ``mlp.shared_expert_gate``, ``self_attn.indexer``. The MLP's own gate is called ``gate_proj``."""
@@ -70,17 +73,35 @@ def apply(model: torch.nn.Module, numerics: NumericsClass) -> None:
     for name, owner in dict(_gemm_weights(model)).items():
         leaf = name.rpartition(".")[2]
         weight = getattr(owner, leaf)
-        # Embedding and head may be one tensor, and have to stay one. Not in place: it may be a file, mapped.
+        # Embedding and head may be one tensor, and have to stay one.
         if id(weight) not in rounded:
-            values = weight.to(numerics.gemm_dtype)
-            if not torch.isfinite(values).all():
+            values = rounded_values(weight.detach(), numerics.gemm_dtype)
+            if values is None:
                 raise ConfigError(f"{name} holds values beyond the range of {numerics.name}: serve the model in bf16")
-            values = values.to(weight.dtype)
             rounded[id(weight)] = torch.nn.Parameter(values, requires_grad=False)
         setattr(owner, leaf, rounded[id(weight)])
         if isinstance(owner, torch.nn.Linear):
             base: Any = type(owner)
             owner.__class__ = _rounded(base)
+
+
+def rounded_values(
+    weight: torch.Tensor, dtype: torch.dtype, *, slab_elements: int = _SLAB_ELEMENTS
+) -> torch.Tensor | None:
+    """The weight with values of ``dtype``, in its own type and memory; None when one is beyond the range.
+
+    In slabs, because the experts of a layer are one tensor, and a second copy of it would be most of a small shard.
+    """
+    # Memory that torch did not allocate is a file, mapped: it must not be written to.
+    out = weight if weight.untyped_storage().resizable() else torch.empty_like(weight)
+    rows = max(1, slab_elements // weight[0].numel())
+    for first in range(0, len(weight), rows):
+        slab = weight[first : first + rows].to(dtype)
+        if not torch.isfinite(slab).all():
+            return None
+        if out is not weight or weight.dtype != dtype:
+            out[first : first + rows] = slab
+    return out
 
 
 class _RoundedLinear(torch.nn.Linear):
@@ -112,7 +133,8 @@ def product(x_TI: torch.Tensor, w_IO: torch.Tensor) -> torch.Tensor:
     """
     if w_IO.dtype == torch.float16 and _multiplies_wide(w_IO.device):
         return torch.mm(x_TI, w_IO, out_dtype=torch.float32)
-    return torch.mm(x_TI.float(), w_IO.float())
+    # The other way round, so that on a CPU every core reads its own part of the weights (fusion_node.engine.linear).
+    return torch.mm(w_IO.float().t(), x_TI.float().t()).t()
 
 
 @functools.cache

@@ -22,7 +22,7 @@ def encode_rows(rows_TD: torch.Tensor, wire_dtype: str) -> tuple[TensorMeta, mem
     """
     rows = rows_TD.detach().to(device="cpu", dtype=WIRE_DTYPES[wire_dtype]).contiguous()
     if not torch.isfinite(rows).all():
-        raise RowsNotFinite("a row became NaN or infinite")
+        raise RowsNotFinite(f"a row became NaN, or larger than {wire_dtype} can hold")
     meta = TensorMeta(wire_dtype, rows.shape[0], rows.shape[1])
     # numpy has no bfloat16, so the bytes are taken through an integer view.
     return meta, rows.view(torch.uint8).numpy().reshape(-1).data

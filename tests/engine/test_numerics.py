@@ -315,7 +315,7 @@ def test_rows_travel_in_fp16_rounded_to_nearest_even() -> None:
 
 def test_a_row_beyond_fp16_is_not_sent() -> None:
     """Saturating here would make an answer depend on where the layers are cut."""
-    with pytest.raises(RowsNotFinite):
+    with pytest.raises(RowsNotFinite, match="larger than f16 can hold"):
         encode_rows(torch.tensor([[65520.0]]), F16R32.wire_dtype)
 
 
@@ -372,6 +372,18 @@ def test_a_weight_beyond_fp16_is_refused() -> None:
         model.whole.get_parameter(f"model.layers.{LAYER}.mlp.up_proj.weight")[3, 5] = 7e4
     with pytest.raises(ConfigError, match=r"up_proj\.weight holds values beyond the range of f16r32"):
         load(model, "f16r32")
+
+
+def test_weights_are_rounded_in_their_memory_slab_by_slab_but_never_in_a_mapped_file() -> None:
+    stored = np.random.default_rng(4).normal(0, 1, (5, 4)).astype(np.float32)
+    mapped, own = torch.frombuffer(bytearray(stored.tobytes()), dtype=torch.float32).view(5, 4), torch.tensor(stored)
+    for weight in (mapped, own):
+        values = f16r32.rounded_values(weight, torch.float16, slab_elements=8)
+        assert values is not None
+        assert (values.numpy() == to_f16(stored)).all()
+        assert (values.data_ptr() == own.data_ptr()) == (weight is own)
+    assert (mapped.numpy() == stored).all()
+    assert f16r32.rounded_values(own * 1e5, torch.float16, slab_elements=8) is None
 
 
 def test_a_matrix_of_unknown_use_is_refused() -> None:
