@@ -52,8 +52,8 @@ class Host(Protocol):
         """Hands every session back to its user."""
         ...
 
-    def release_memory(self) -> None:
-        """Gives back what only sessions need."""
+    def release_memory(self) -> bool:
+        """Gives back what only sessions need; False while something still computes on it, and then asked again."""
         ...
 
     async def publish(self) -> None:
@@ -71,6 +71,7 @@ class MannersShell:
         self._host: Host | None = None
         self._changed = asyncio.Event()
         self._to_publish = asyncio.Event()
+        self._is_release_due = False
 
     @property
     def ends_in_s(self) -> float | None:
@@ -103,7 +104,8 @@ class MannersShell:
                 self._changed.clear()
                 self._step()
                 try:
-                    async with asyncio.timeout(TICK_S if self.core.standing is Standing.STOPPING else None):
+                    is_waiting = self.core.standing is Standing.STOPPING or self._is_release_due
+                    async with asyncio.timeout(TICK_S if is_waiting else None):
                         await self._changed.wait()
                 except TimeoutError:
                     continue
@@ -129,7 +131,9 @@ class MannersShell:
                 case EndSessions():
                     host.end_sessions(event.reason)
                 case ReleaseMemory():
-                    host.release_memory()
+                    self._is_release_due = True
+        if self._is_release_due:
+            self._is_release_due = self.core.standing is Standing.IDLE and not host.release_memory()
 
     async def _publish(self) -> None:
         # Apart from the rest: a swarm that is slow to listen must not keep sessions from ending.

@@ -336,9 +336,10 @@ class ServingNode:
     def end_sessions(self, reason: PauseReason) -> None:
         self._server.end_all(reason.value, reason.in_words)
 
-    def release_memory(self) -> None:
+    def release_memory(self) -> bool:
         # Beside the loop: allocators take their time.
         self._releasing = asyncio.get_running_loop().run_in_executor(None, release_cached_memory, self._stage.device)
+        return True
 
     async def publish(self) -> None:
         if self._admission.paused is None:

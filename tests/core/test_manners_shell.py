@@ -26,6 +26,7 @@ class Node:
     refusal: str | None = None
     told: list[str] = field(default_factory=list)
     swarm_is_slow: bool = False
+    num_steps_on_their_way: int = 0
 
     def refuse(self, reason: str | None) -> None:
         self.refusal = reason
@@ -34,8 +35,12 @@ class Node:
         self.told.append(f"end {self.num_sessions}")
         self.num_sessions = 0
 
-    def release_memory(self) -> None:
+    def release_memory(self) -> bool:
+        if self.num_steps_on_their_way:
+            self.num_steps_on_their_way -= 1
+            return False
         self.told.append("release")
+        return True
 
     async def publish(self) -> None:
         self.told.append("announce" if self.refusal is None else "withdraw")
@@ -106,6 +111,24 @@ async def test_memory_is_released_when_the_last_session_ends_by_itself() -> None
         await until(lambda: node.told == ["withdraw"])
         node.num_sessions = 0
         await until(lambda: node.told == ["withdraw", "release"])
+
+
+async def test_memory_is_asked_for_again_when_something_still_computes_on_it() -> None:
+    node = Node(num_sessions=1, num_steps_on_their_way=2)
+    async with running(node) as (life, _):
+        life.pause(at_once=True)
+        await until(lambda: node.told == ["end 1", "withdraw", "release"])
+        assert node.num_steps_on_their_way == 0
+
+
+async def test_memory_is_not_released_under_a_node_that_serves_again() -> None:
+    node = Node(num_sessions=1, num_steps_on_their_way=1)
+    async with running(node) as (life, _):
+        life.pause(at_once=True)
+        life.resume()
+        life.resume()
+        await until(lambda: "announce" in node.told)
+        assert "release" not in node.told
 
 
 async def test_slow_swarm_does_not_keep_sessions_from_ending_at_once() -> None:
