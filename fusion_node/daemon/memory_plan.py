@@ -6,9 +6,12 @@ the process holds before any weight is loaded counts, and so does room to comput
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fusion_node.errors import ResourceExhausted
+from fusion_node.types import LayerRange
 
 WEIGHTS_SHARE = 0.7
 """Of free memory; the rest is for KV, activations and the user of the machine."""
@@ -115,6 +118,15 @@ class MemoryPlan:
             f"{self.bound.flag} {_mib(self.bound.max_bytes)} leaves {_mib(self.bound.room_bytes)}, because the program "
             f"itself takes {_mib(self.bound.used_bytes)} and computing {_mib(WORKING_BYTES)}"
         )
+
+
+def place_layers(layers: LayerRange, capacities: Sequence[int]) -> list[LayerRange | None]:
+    """Consecutive layers for each device, in proportion to how many it could hold; None where that comes to none."""
+    total = sum(capacities)
+    cuts = [layers.start]
+    for held in itertools.accumulate(capacities):
+        cuts.append(layers.start + round(len(layers) * held / total) if total else layers.stop)
+    return [LayerRange(start, stop) if start < stop else None for start, stop in itertools.pairwise(cuts)]
 
 
 def _mib(num_bytes: int) -> str:

@@ -21,7 +21,7 @@ from fusion_node.daemon.admission_core import MAX_QUEUED_ROWS, Admission, Refusa
 from fusion_node.engine.batching_core import Batch, BatchingCore, Overload, Priority, Work
 from fusion_node.engine.device import prepare_thread, release_cached_memory
 from fusion_node.engine.session_log_core import Duplicate, StepFault, StepRows
-from fusion_node.engine.shard_engine import KVLost, PlannedBatch, ShardEngine
+from fusion_node.engine.shard_engine import PlannedBatch, ShardEngine
 from fusion_node.engine.tensor_codec import RowsNotFinite, StepTensors
 from fusion_node.errors import FusionError, PeerError, RemoteProtocolError, ResourceExhausted
 from fusion_node.types import MonotonicS, PeerId, UnixS
@@ -97,6 +97,8 @@ class _Flight:
     rows: list[Any] = field(default_factory=list)
     """Per piece what the device before has made."""
     seconds: float = 0.0
+    num_changed: int = 0
+    """Devices on which what it changes in the KV was carried out."""
 
 
 class NodeServer:
@@ -184,6 +186,10 @@ class NodeServer:
         """Ends every session; its user is told why."""
         for session in self._admission.sessions:
             self._end(session, code, reason, culprit="")
+
+    def release_kv(self) -> bool:
+        """Gives the memory of the KV back when no session is open and nothing runs; says whether it did."""
+        return not self._running and self._engine.release_kv()
 
     async def drain(self, *, timeout_s: float) -> None:
         """Takes no more sessions, finishes what is running, and hands the rest back to its users."""
@@ -398,6 +404,8 @@ class NodeServer:
             ]
             for step in flight.steps:
                 step.began_us = began_us if step.began_us is None else step.began_us
+        self._engine.change_kv(flight.planned, device=device)
+        flight.num_changed += 1
         flight.rows = self._engine.run(flight.planned, flight.rows, device=device)
         if device + 1 == len(self._devices):
             for step, piece, rows in zip(flight.steps, flight.batch.pieces, flight.rows, strict=True):
@@ -449,16 +457,21 @@ class NodeServer:
             case ResourceExhausted() as error:
                 log.warning("a forward did not fit", rows=batch.num_rows, reason=str(error))
                 self.counters["forwards_out_of_memory"] += 1
-                release_cached_memory(self._engine.stages[0].device)
-                lost = self._batching.failed(batch, out_of_memory=True, now=now)
-                if isinstance(error, KVLost):
-                    lost = [piece.work for piece in batch.pieces]
-                self._end_lost(lost, "no-memory", str(error))
+                for stage in self._engine.stages:
+                    release_cached_memory(stage.device)
+                self._end_lost(self._failed(flight, out_of_memory=True), "no-memory", str(error))
             case error:
                 # Never the sender's fault: what can be wrong with its rows was checked before.
                 log.error("a forward failed", error=type(error).__name__, exc_info=error)
-                lost = self._batching.failed(batch, out_of_memory=False, now=now)
-                self._end_lost(lost, "internal", "an error inside the node")
+                self._end_lost(self._failed(flight, out_of_memory=False), "internal", "an error inside the node")
+
+    def _failed(self, flight: _Flight, *, out_of_memory: bool) -> list[Work]:
+        """What is lost with a forward that failed; the rest is computed again."""
+        lost = self._batching.failed(flight.batch, out_of_memory=out_of_memory, now=self._now())
+        if flight.planned.changes and flight.num_changed < len(self._devices):
+            # On some device the KV of these sessions is not what their logs say.
+            return [piece.work for piece in flight.batch.pieces]
+        return lost
 
     def _end_lost(self, lost: list[Work], code: str, reason: str) -> None:
         for work in lost:

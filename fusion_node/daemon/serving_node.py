@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -17,12 +17,14 @@ from fusion_node.daemon.config import NodeConfig
 from fusion_node.daemon.device_usage import open_watch
 from fusion_node.daemon.life import NodeLife
 from fusion_node.daemon.manners_core import PauseReason
-from fusion_node.daemon.memory_plan import MIN_KV_POSITIONS, Bound, MemoryPlan
+from fusion_node.daemon.memory_plan import MIN_KV_POSITIONS, Bound, MemoryPlan, place_layers
 from fusion_node.daemon.server import NodeServer
+from fusion_node.engine.batching_core import MAX_DECODE_ROWS, MAX_ROWS, BatchingCore
 from fusion_node.engine.device import (
     Device,
-    choose_device,
+    choose_devices,
     describe_device,
+    describe_devices,
     device_uuid,
     free_memory_bytes,
     limit_device_memory,
@@ -31,6 +33,7 @@ from fusion_node.engine.device import (
     set_threads,
 )
 from fusion_node.engine.numerics import numerics_class
+from fusion_node.engine.quantized import expected_bytes
 from fusion_node.engine.shard_engine import ShardEngine
 from fusion_node.engine.stage import Stage
 from fusion_node.errors import FusionError, ResourceExhausted
@@ -74,12 +77,25 @@ class ReadyNode:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Layers on the device, and how fast they are."""
+    """Layers on their devices, and how fast they are.
+
+    Attributes:
+        forwards: measured ones, as (rows, seconds) with all layers.
+    """
 
     model: StoredModel
-    stage: Stage
-    seconds_per_layer: float
+    stages: tuple[Stage, ...]
+    forwards: tuple[tuple[int, float], ...]
     kv_budget_bytes: int
+
+    @property
+    def layers(self) -> LayerRange:
+        return LayerRange(self.stages[0].layers.start, self.stages[-1].layers.stop)
+
+    @property
+    def seconds_per_layer(self) -> float:
+        """Of one decoded token."""
+        return self.forwards[0][1] / len(self.layers)
 
 
 async def load_shard(config: NodeConfig, model: StoredModel, discovery: DiscoveryService, life: NodeLife) -> Shard:
@@ -90,42 +106,79 @@ async def load_shard(config: NodeConfig, model: StoredModel, discovery: Discover
         ResourceExhausted: no room for the weights, or for the KV of one session beside them.
         StoreCorrupted: a weight does not match the manifest.
     """
-    numerics, device = numerics_class(config.numerics), choose_device(config.device)
+    numerics, devices = numerics_class(config.numerics), choose_devices(config.device)
     threads = set_threads(config.threads)
-    layers, layer_bytes = config.layers, _layer_bytes(model, numerics.weight_dtype(device).itemsize)
-    memory = _memory_plan(config, device)
+    layers, layer_bytes = config.layers, _layer_bytes(model, numerics.weight_dtype(devices[0]).itemsize)
+    memory = [_memory_plan(config, device, len(devices)) for device in devices]
+    capacities = [plan.num_layers(layer_bytes) for plan in memory]
     if layers is None:
-        layers = await _choose_layers(discovery, model, layer_bytes, memory, bool(config.peers))
-    else:
-        memory.check_layers(
-            str(layers),
-            weights_bytes=len(layers) * layer_bytes,
-            least_kv_bytes=len(layers) * MIN_KV_POSITIONS * _kv_layer_bytes(model, numerics.kv_dtype.itemsize),
-        )
-    if memory.bound is not None:
-        limit_device_memory(device, memory.bound.max_bytes)
-    _tell_bounds_without_effect(config, device)
-    life.loading(str(layers), describe_device(device))
-    log.info("loading", model=model.name, layers=str(layers), device=describe_device(device), threads=threads)
+        why_none = memory[0].why_no_layer(model.name, layer_bytes)
+        layers = await _choose_layers(discovery, model, sum(capacities), why_none, bool(config.peers))
+    places = [
+        (device, plan, place)
+        for device, plan, place in zip(devices, memory, place_layers(layers, capacities), strict=True)
+        if place is not None
+    ]
+    for device, plan, place in places:
+        if config.layers is not None:
+            plan.check_layers(
+                str(place),
+                weights_bytes=len(place) * layer_bytes,
+                least_kv_bytes=len(place) * MIN_KV_POSITIONS * _kv_layer_bytes(model, numerics.kv_dtype.itemsize),
+            )
+        if plan.bound is not None:
+            limit_device_memory(device, plan.bound.max_bytes)
+    _tell_bounds_without_effect(config, devices[0])
+    names = describe_devices([device for device, _, _ in places])
+    life.loading(str(layers), names)
+    log.info("loading", model=model.name, layers=str(layers), device=names, threads=threads)
     began = time.perf_counter()
     told = _Progress(layer_bytes * len(layers), life)
-    stage = await asyncio.to_thread(
-        Stage.load, model, layers, numerics=numerics, device=device, on_tensor=told.on_tensor
-    )
+    stages = [
+        await asyncio.to_thread(Stage.load, model, place, numerics=numerics, device=device, on_tensor=told.on_tensor)
+        for device, _, place in places
+    ]
     life.warming_up()
-    seconds_per_layer = await asyncio.to_thread(stage.measure_seconds_per_layer)
+    forwards = [(rows, await asyncio.to_thread(_measure, stages, rows)) for rows in _warm_up_rows(devices[0])]
     log.info(
         "loaded",
         seconds=round(time.perf_counter() - began, 2),
-        mib=round(stage.num_weight_bytes / 2**20, 1),
-        ms_per_layer=round(1000 * seconds_per_layer, 2),
+        mib=round(sum(stage.num_weight_bytes for stage in stages) / 2**20, 1),
+        ms_per_layer=round(1000 * forwards[0][1] / len(layers), 2),
     )
-    least_kv_bytes = MIN_KV_POSITIONS * stage.kv_bytes_per_position
-    return Shard(model, stage, seconds_per_layer, _memory_plan(config, device).kv_budget(least_kv_bytes=least_kv_bytes))
+    return Shard(model, tuple(stages), tuple(forwards), _kv_budget(config, stages))
 
 
-def _memory_plan(config: NodeConfig, device: Device) -> MemoryPlan:
-    return MemoryPlan(free_memory_bytes(device), config.kv_memory_bytes, _bound(config, device))
+def _warm_up_rows(device: Device) -> tuple[int, ...]:
+    """Forwards to run before the node is announced: kernels are chosen, caches filled, and the batching core learns.
+
+    The widest forward comes last on a GPU: what it takes is then known when the KV budget is cut from what is free.
+    """
+    return (1, 16, MAX_DECODE_ROWS) if device.type == "cpu" else (1, 16, MAX_DECODE_ROWS, MAX_ROWS)
+
+
+def _measure(stages: Sequence[Stage], num_rows: int) -> float:
+    return sum(stage.measure_seconds(num_rows) for stage in stages)
+
+
+def _kv_budget(config: NodeConfig, stages: Sequence[Stage]) -> int:
+    """KV memory on all devices together: the same positions on each, as many as the scarcest can hold."""
+    num_positions = min(
+        _memory_plan(config, stage.device, len(stages)).kv_budget(
+            least_kv_bytes=MIN_KV_POSITIONS * stage.kv_bytes_per_position
+        )
+        // stage.kv_bytes_per_position
+        for stage in stages
+    )
+    return num_positions * sum(stage.kv_bytes_per_position for stage in stages)
+
+
+def _memory_plan(config: NodeConfig, device: Device, num_devices: int) -> MemoryPlan:
+    kv_bytes = None if config.kv_memory_bytes is None else config.kv_memory_bytes // num_devices
+    free_bytes = free_memory_bytes(device)
+    if device.type == "cpu":
+        free_bytes //= num_devices  # it is one memory, however many parts are computed side by side
+    return MemoryPlan(free_bytes, kv_bytes, _bound(config, device))
 
 
 def _bound(config: NodeConfig, device: Device) -> Bound | None:
@@ -164,9 +217,8 @@ class _Progress:
 
 
 async def _choose_layers(
-    discovery: DiscoveryService, model: StoredModel, layer_bytes: int, memory: MemoryPlan, has_peers: bool
+    discovery: DiscoveryService, model: StoredModel, capacity: int, why_none: str, has_peers: bool
 ) -> LayerRange:
-    capacity = memory.num_layers(layer_bytes)
     held: list[LayerRange] = []
     if capacity < model.num_layers and has_peers:
         with contextlib.suppress(FusionError):
@@ -175,14 +227,14 @@ async def _choose_layers(
             held = [LayerRange(s.start, s.stop) for r in records for s in r.shards if s.model_id == model.model_id]
     layers = choose_layers(held, num_layers=model.num_layers, capacity_layers=capacity)
     if layers is None:
-        raise ResourceExhausted(memory.why_no_layer(model.name, layer_bytes))
+        raise ResourceExhausted(why_none)
     return layers
 
 
 def _layer_bytes(model: StoredModel, itemsize: int) -> int:
     """Bytes that one layer takes on the device; layers are alike, so the first stands for all."""
     first = [tensor for tensor in model.manifest.tensors if ".layers.0." in tensor.name]
-    return itemsize * sum(math.prod(tensor.shape) for tensor in first)
+    return expected_bytes(model.config, first, itemsize=itemsize)
 
 
 def _kv_layer_bytes(model: StoredModel, itemsize: int) -> int:
@@ -207,27 +259,30 @@ class ServingNode:
         self._config = config
         self._identity = identity
         self._model = shard.model
-        self._stage = stage = shard.stage
         self._seconds_per_layer = shard.seconds_per_layer
         self._discovery = discovery
         self._life = life
         self._kv_budget_bytes = shard.kv_budget_bytes
         self._is_above_bound = False
         self._releasing: asyncio.Future[None] | None = None
-        engine = ShardEngine([stage], kv_budget_bytes=shard.kv_budget_bytes)
+        self._engine = engine = ShardEngine(shard.stages, kv_budget_bytes=shard.kv_budget_bytes)
+        self._devices = [stage.device for stage in shard.stages]
+        batching = BatchingCore()
+        for num_rows, seconds in shard.forwards:
+            batching.learn(engine.layers, num_rows, seconds)
         self._admission = admission = Admission(
             peer=identity.peer_id,
             model_id=shard.model.model_id,
-            layers=stage.layers,
-            numerics=stage.numerics.name,
+            layers=engine.layers,
+            numerics=engine.numerics,
             blocks=engine.blocks,
         )
-        self._device_name = describe_device(stage.device)
+        self._device_name = describe_devices(self._devices)
         self._data_addresses: tuple[str, ...] = ()
         self._last_sequence = 0
         self._record = b""
         self._record_made_at = -math.inf
-        self._server = NodeServer(engine, admission, own_record=self._own_record)
+        self._server = NodeServer(engine, admission, own_record=self._own_record, batching=batching)
         self._pool = LinkPool(
             WebSocketNetwork(identity),
             identity.peer_id,
@@ -243,7 +298,7 @@ class ServingNode:
     def ready(self) -> ReadyNode:
         return ReadyNode(
             self._identity.peer_id,
-            self._stage.layers,
+            self._engine.layers,
             self._data_addresses,
             tuple(self._discovery.addresses),
             self._discovery.invite,
@@ -263,7 +318,7 @@ class ServingNode:
 
     async def serve(self, stop: asyncio.Event) -> None:
         """Announces and expires until told to stop; pauses and resumes meanwhile."""
-        device = self._stage.device
+        device = self._devices[0]
         watch = await asyncio.to_thread(open_watch, device.type, uuid=device_uuid(device), wanted=self._config.back_off)
         manners = asyncio.create_task(self._life.manners.run(watch))
         try:
@@ -322,12 +377,13 @@ class ServingNode:
     @property
     def kv_bytes(self) -> tuple[int, int]:
         num_positions = sum(session.plan.max_positions for session in self._admission.sessions)
-        return num_positions * self._stage.kv_bytes_per_position, self._kv_budget_bytes
+        return num_positions * self._engine.kv_bytes_per_position, self._kv_budget_bytes
 
     @property
     def device_memory_bytes(self) -> int | None:
-        device = self._stage.device
-        return None if device.type == "cpu" else process_memory_bytes(device)
+        if self._devices[0].type == "cpu":
+            return None
+        return sum(map(process_memory_bytes, self._devices))
 
     def refuse(self, reason: str | None) -> None:
         self._admission.paused = reason
@@ -337,9 +393,18 @@ class ServingNode:
         self._server.end_all(reason.value, reason.in_words)
 
     def release_memory(self) -> bool:
+        is_released = self._server.release_kv()
+        if is_released:
+            self._release_caches()
+        return is_released
+
+    def _release_caches(self) -> None:
         # Beside the loop: allocators take their time.
-        self._releasing = asyncio.get_running_loop().run_in_executor(None, release_cached_memory, self._stage.device)
-        return True
+        self._releasing = asyncio.get_running_loop().run_in_executor(None, self._release_cached)
+
+    def _release_cached(self) -> None:
+        for device in self._devices:
+            release_cached_memory(device)
 
     async def publish(self) -> None:
         if self._admission.paused is None:
@@ -351,11 +416,11 @@ class ServingNode:
             log.warning("withdrawing the record failed", reason=str(error))
 
     def _mind_bound(self) -> None:
-        bound = _bound(self._config, self._stage.device)
+        bound = _bound(self._config, self._devices[0])
         is_above = bound is not None and bound.used_bytes > bound.max_bytes
         if bound is not None and is_above and not self._is_above_bound:
             log.warning("more memory is used than allowed", flag=bound.flag, mib=round(bound.used_bytes / 2**20))
-            self.release_memory()
+            self._release_caches()
         self._is_above_bound = is_above
 
     async def close_links(self) -> None:
@@ -381,10 +446,10 @@ class ServingNode:
         shard = ShardRecord(
             model_id=self._model.model_id,
             model_name=self._model.name[:96],
-            start=self._stage.layers.start,
-            stop=self._stage.layers.stop,
+            start=self._engine.layers.start,
+            stop=self._engine.layers.stop,
             num_layers=self._model.num_layers,
-            numerics=self._stage.numerics.name,
+            numerics=self._engine.numerics,
             seconds_per_layer=self._seconds_per_layer,
             kv_free_tokens=min(self._admission.free_positions, _MAX_CLAIMED_BYTES),
             quantization=self._model.quantization,
@@ -398,7 +463,7 @@ class ServingNode:
             data_addresses=self._data_addresses,
             libp2p_addresses=tuple(self._discovery.addresses[:8]),
             device=self._device_name[:96],
-            memory_free_bytes=min(free_memory_bytes(self._stage.device), _MAX_CLAIMED_BYTES),
+            memory_free_bytes=min(sum(map(free_memory_bytes, self._devices)), _MAX_CLAIMED_BYTES),
             shards=() if leaving or self._admission.paused is not None else (shard,),
             num_sessions=len(self._admission.sessions),
             software=f"fusion-node {fusion_node.__version__}",

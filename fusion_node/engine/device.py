@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import platform
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 import psutil
 import torch
@@ -38,6 +39,23 @@ def choose_device(name: str = "auto") -> torch.device:
     if not available.get(device.type, False):
         raise ConfigError(f"device {name!r} is not available on this machine: use --device cpu or auto")
     return device
+
+
+def choose_devices(names: str = "auto") -> list[torch.device]:
+    """The devices that share a node's layers: those named, separated by commas; ``auto`` and ``cuda`` take every GPU.
+
+    Raises:
+        ConfigError: a device asked for is not there.
+    """
+    if names in ("auto", "cuda") and torch.cuda.is_available():
+        return [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [choose_device(name.strip()) for name in names.split(",")]
+
+
+def describe_devices(devices: Sequence[torch.device]) -> str:
+    """A short name for people, for example ``2 x NVIDIA L4``."""
+    counts = Counter(map(describe_device, devices))
+    return ", ".join(name if count == 1 else f"{count} x {name}" for name, count in counts.items())
 
 
 def describe_device(device: torch.device) -> str:

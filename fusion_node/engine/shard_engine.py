@@ -16,6 +16,7 @@ import torch
 
 from fusion_node.engine.block_manager_core import BLOCK_SLOTS, BlockCopy, BlockManager, SlotMove
 from fusion_node.engine.device import memory_errors
+from fusion_node.engine.kv_cache import KVPool
 from fusion_node.engine.session_log_core import StepRows
 from fusion_node.engine.stage import Stage, StepInput
 from fusion_node.errors import InvalidLayers, ResourceExhausted
@@ -46,10 +47,6 @@ class PlannedBatch:
     changes: tuple[BlockCopy | SlotMove, ...]
 
 
-class KVLost(ResourceExhausted):
-    """The KV of the sessions in a batch is not what their logs say: memory ran out while it was moved."""
-
-
 class ShardEngine:
     """Layers and KV.
 
@@ -75,7 +72,8 @@ class ShardEngine:
                 f"{self.layers}: serve fewer with --layers, or give more with --kv-memory"
             )
         self.blocks = BlockManager(num_blocks)
-        self._pools = [stage.new_pool(num_blocks * BLOCK_SLOTS) for stage in self.stages]
+        self._num_slots = num_blocks * BLOCK_SLOTS
+        self._pools: list[KVPool | None] = [stage.new_pool(self._num_slots) for stage in self.stages]
         self._parts: dict[tuple[int, LayerRange], Stage] = {}
 
     @property
@@ -122,6 +120,20 @@ class ShardEngine:
             items.append(PlannedRows(step, start, stop, self.blocks.runs(key, num_slots)))
         return PlannedBatch(layers, tuple(items), tuple(changes))
 
+    def change_kv(self, batch: PlannedBatch, *, device: int = 0) -> None:
+        """Carries out what a batch changes in the KV, once and on every device, before it is run there.
+
+        Raises:
+            ResourceExhausted: memory ran out. The KV of the batch's sessions is not what their logs say then.
+        """
+        pool = self._pool(device)
+        with memory_errors(f"no memory left on {self.stages[device].device} to move KV"):
+            for change in batch.changes:
+                if isinstance(change, BlockCopy):
+                    pool.copy_block(change, BLOCK_SLOTS)
+                else:
+                    pool.move(change)
+
     def run(
         self, batch: PlannedBatch, rows: Sequence[torch.Tensor | None], *, device: int = 0
     ) -> list[torch.Tensor | None]:
@@ -134,20 +146,8 @@ class ShardEngine:
             Per item, the hidden rows after the last of this device's layers.
 
         Raises:
-            KVLost: memory ran out while KV was moved.
-            ResourceExhausted: memory ran out; the KV of earlier rows is intact and the same batch may be run again, or
-                in smaller parts.
+            ResourceExhausted: memory ran out. KV of earlier rows is intact, so the rows may be planned again.
         """
-        stage, pool = self.stages[device], self._pools[device]
-        try:
-            with memory_errors(f"no memory left on {stage.device} to move KV"):
-                for change in batch.changes:
-                    if isinstance(change, BlockCopy):
-                        pool.copy_block(change, BLOCK_SLOTS)
-                    else:
-                        pool.move(change)
-        except ResourceExhausted as error:
-            raise KVLost(str(error)) from error
         part = self._part(device, batch.layers)
         if part is None:
             return list(rows)
@@ -157,13 +157,31 @@ class ShardEngine:
             for item, x_TD in zip(batch.items, rows, strict=True)
             if x_TD is not None and len(x_TD)
         ]
-        outputs = iter(part.forward(inputs, pool) if inputs else ())
+        outputs = iter(part.forward(inputs, self._pool(device)) if inputs else ())
         return [x_TD if x_TD is None or not len(x_TD) else next(outputs) for x_TD in rows]
+
+    def release_kv(self) -> bool:
+        """Gives the KV memory back, and with it what was retained; the next forward takes it again.
+
+        Returns:
+            False, and nothing is done, while a session is open.
+        """
+        if self.blocks.num_open:
+            return False
+        self.blocks.evict(self.blocks.num_blocks)
+        self._pools = [None for _ in self.stages]
+        return True
 
     def check_layers(self, layers: LayerRange) -> None:
         """Raises InvalidLayers unless the shard holds these layers."""
         if layers.start < self.layers.start or layers.stop > self.layers.stop:
             raise InvalidLayers(f"layers {layers} are not within {self.layers}")
+
+    def _pool(self, device: int) -> KVPool:
+        pool = self._pools[device]
+        if pool is None:
+            pool = self._pools[device] = self.stages[device].new_pool(self._num_slots)
+        return pool
 
     def _part(self, device: int, layers: LayerRange) -> Stage | None:
         stage = self.stages[device]

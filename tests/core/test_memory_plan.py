@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion_node.daemon.memory_plan import KV_SHARE, WEIGHTS_SHARE, WORKING_BYTES, Bound, MemoryPlan
+from fusion_node.daemon.memory_plan import KV_SHARE, WEIGHTS_SHARE, WORKING_BYTES, Bound, MemoryPlan, place_layers
 from fusion_node.errors import ResourceExhausted
+from fusion_node.types import LayerRange
 
 MIB = 2**20
 WORKING_MIB = WORKING_BYTES // MIB
@@ -98,3 +99,24 @@ def test_what_is_planned_stays_within_the_bound(
     assert used + weights + after.kv_budget(least_kv_bytes=0) <= max_bytes - WORKING_BYTES
     if kv is not None:
         assert after.kv_budget(least_kv_bytes=0) == kv
+
+
+@given(
+    start=st.integers(0, 20),
+    length=st.integers(1, 80),
+    capacities=st.lists(st.integers(0, 50), min_size=1, max_size=8),
+)
+def test_layers_are_placed_in_order_and_in_proportion_to_what_each_device_holds(
+    start: int, length: int, capacities: list[int]
+) -> None:
+    layers = LayerRange(start, start + length)
+    places = place_layers(layers, capacities)
+    assert len(places) == len(capacities)
+    placed = [index for place in places if place is not None for index in range(place.start, place.stop)]
+    assert placed == list(range(layers.start, layers.stop))
+    total = sum(capacities)
+    for place, capacity in zip(places, capacities, strict=True):
+        share = length * capacity / total if total else 0.0
+        assert total == 0 or abs((0 if place is None else len(place)) - share) <= 1.0
+        # What fits in all fits on each.
+        assert total < length or place is None or len(place) <= capacity

@@ -59,7 +59,7 @@ class Node:
 
     host: str
     identity: Identity
-    stage: Stage
+    engine: ShardEngine
     admission: Admission
     server: NodeServer
     pool: LinkPool
@@ -76,9 +76,9 @@ class Node:
         return len(self.admission.sessions)
 
     def record(self) -> bytes:
-        layers, now = self.stage.layers, time.time()
+        layers, now = self.engine.layers, time.time()
         shard = ShardRecord(
-            MODEL, "tiny", layers.start, layers.stop, 7, self.stage.numerics.name, 1e-3, self.admission.free_positions
+            MODEL, "tiny", layers.start, layers.stop, 7, self.engine.numerics, 1e-3, self.admission.free_positions
         )
         return sign_record(
             NodeRecord(
@@ -152,12 +152,21 @@ class MemorySwarm:
         budget_bytes: int = 1 << 24,
         numerics: NumericsClass | None = None,
         stage: Stage | None = None,
+        cuts: tuple[int, ...] = (),
         max_links: int = 512,
     ) -> Node:
         host, identity, clock = f"host{next(self._numbers)}", Identity.generate(), Clock()
         numerics = numerics or numerics_class("fp32")
-        stage = stage or Stage.load(self.model, layers, numerics=numerics, device=CPU)
-        engine = ShardEngine([stage], kv_budget_bytes=budget_bytes)
+        ends = (layers.start, *cuts, layers.stop)
+        stages = (
+            [stage]
+            if stage
+            else [
+                Stage.load(self.model, LayerRange(a, b), numerics=numerics, device=CPU)
+                for a, b in itertools.pairwise(ends)
+            ]
+        )
+        engine = ShardEngine(stages, kv_budget_bytes=budget_bytes)
         admission = Admission(
             peer=identity.peer_id, model_id=MODEL, layers=layers, numerics=numerics.name, blocks=engine.blocks
         )
@@ -173,7 +182,7 @@ class MemorySwarm:
         discovery = MemoryDiscovery(
             identity, DiscoveryConfig(("127.0.0.1:0",), (), True, True), self.discoveries, clock=time.time
         )
-        made = Node(host, identity, stage, admission, server, pool, discovery, clock)
+        made = Node(host, identity, engine, admission, server, pool, discovery, clock)
         made.address = await pool.listen(f"{host}:0")
         await discovery.start()
         await discovery.announce(made.record(), [MODEL])
@@ -213,11 +222,13 @@ class MemorySwarm:
             "session": secrets.token_bytes(16),
             "epoch": 0,
             "model_id": MODEL,
-            "numerics": nodes[0].stage.numerics.name,
+            "numerics": nodes[0].engine.numerics,
             "max_positions": 64,
             "issued_at": now,
             "expires_at": now + 60.0,
-            "stages": tuple(PlanStage(n.peer, n.stage.layers.start, n.stage.layers.stop, (n.address,)) for n in nodes),
+            "stages": tuple(
+                PlanStage(n.peer, n.engine.layers.start, n.engine.layers.stop, (n.address,)) for n in nodes
+            ),
         }
         return Plan(**(fields | changes))  # type: ignore[arg-type]
 
@@ -234,8 +245,8 @@ class MemorySwarm:
         core = SessionCore(
             plan,
             sign_plan(plan, connection.identity),
-            row_size=nodes[0].stage.hidden_size,
-            wire_dtype=nodes[0].stage.numerics.wire_dtype,
+            row_size=nodes[0].engine.hidden_size,
+            wire_dtype=nodes[0].engine.wire_dtype,
         )
         return Session(connection, core)
 

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from fusion_node.daemon.admission_core import LEASE_S, MAX_QUEUED_ROWS, MAX_SESSIONS_PER_USER
+from fusion_node.engine.block_manager_core import SlotMove
 from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.kv_cache import KVPool
 from fusion_node.engine.numerics import numerics_class
@@ -569,6 +570,27 @@ class FullStage(Stage):
         return super().forward(batch, pool)
 
 
+async def test_node_with_several_devices_passes_forwards_from_one_to_the_next(swarm: MemorySwarm) -> None:
+    node = await swarm.node(LayerRange(0, 7), cuts=(1, 5))
+    users = [await swarm.user() for _ in range(4)]
+    prompts = [[3 + i, *PROMPT[i:]] for i in range(4)]
+    answers = await asyncio.gather(*(swarm.answer(u, [node], p) for u, p in zip(users, prompts, strict=True)))
+    assert [a.tokens for a in answers] == [reference(swarm.model, p) for p in prompts]
+    pair = [await swarm.node(LayerRange(0, 4), cuts=(2,)), await swarm.node(LayerRange(4, 7), cuts=(6,))]
+    answer = await swarm.answer(users[0], pair, prompts[0])
+    assert answer.tokens == answers[0].tokens
+
+
+async def test_kv_memory_is_given_back_only_when_no_session_is_open(swarm: MemorySwarm) -> None:
+    node = await swarm.node(LayerRange(0, 7))
+    user = await swarm.user()
+    async with await swarm.session(user, [node]):
+        assert not node.server.release_kv()
+    await until(lambda: node.num_sessions == 0)
+    await until(node.server.release_kv)
+    assert (await swarm.answer(user, [node], PROMPT)).tokens == reference(swarm.model, PROMPT)
+
+
 async def test_device_that_runs_out_of_memory_takes_smaller_forwards(swarm: MemorySwarm) -> None:
     stage = FullStage.load(swarm.model, LayerRange(0, 7), numerics=FP32, device=CPU)
     assert isinstance(stage, FullStage)
@@ -578,6 +600,36 @@ async def test_device_that_runs_out_of_memory_takes_smaller_forwards(swarm: Memo
     prompt = [5 + n % 100 for n in range(40)]
     assert (await swarm.answer(user, [node], prompt)).tokens == reference(swarm.model, prompt)
     assert node.server.counters["forwards_out_of_memory"] >= 3
+
+
+class StuckPool(KVPool):
+    """A device that has room for the forward, and none to move KV."""
+
+    def move(self, move: SlotMove) -> None:
+        raise torch.OutOfMemoryError("full")
+
+
+@pytest.mark.parametrize("cuts", [(), (3,)])
+async def test_session_whose_kv_could_not_be_moved_ends_and_others_go_on(
+    swarm: MemorySwarm, cuts: tuple[int, ...]
+) -> None:
+    """Computed again it would read what the move should have put there: no answer is better than a wrong one."""
+    node = await swarm.node(LayerRange(0, 7), cuts=cuts)
+    node.engine._pool(len(cuts)).__class__ = StuckPool
+    stranger = swarm.stranger()
+    plan = swarm.plan(stranger.peer, [node])
+    await stranger.open(plan, [node])
+    await stranger.get(SessionOpened)
+    tree, payload = swarm.rows([5, 6, 7])
+    stranger.pool.send(node.peer, step(plan, tree, first_node=1, parents=(0, 0, 1), advance=0, want=(1,)), payload)
+    await stranger.get(StepResult)
+    tensor, payload = swarm.rows([8])
+    stranger.pool.send(node.peer, step(plan, tensor, 1, first_node=4, parent=2, advance=2, want=(4,)), payload)
+    failed = await stranger.get(SessionFailed)
+    assert isinstance(failed, SessionFailed)
+    assert failed.code == "no-memory"
+    user = await swarm.user()
+    assert (await swarm.answer(user, [node], PROMPT)).tokens == reference(swarm.model, PROMPT)
 
 
 async def test_device_without_memory_for_one_row_ends_the_session_and_serves_on(swarm: MemorySwarm) -> None:
