@@ -42,7 +42,9 @@ def join(
         ),
     ] = None,
     identity: Annotated[Path | None, typer.Option(help="Key file; made if absent.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="auto, cpu, cuda, cuda:N, mps, or several with commas; auto and cuda take every GPU.")
+    ] = "auto",
     numerics: Numerics = "fp32",
     threads: Threads = None,
     kv_memory: Annotated[

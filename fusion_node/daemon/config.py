@@ -23,7 +23,7 @@ class NodeConfig:
         announce: ``HOST:PORT`` under which others reach ``listen``, as behind a router; the data plane's is one more.
         home: folder of the store and the identity; None is the default place.
         identity_path: key file; None is ``identity.key`` in the home.
-        device: ``auto``, ``cpu``, ``cuda``, ``cuda:N``, ``mps``.
+        device: ``auto``, ``cpu``, ``cuda``, ``cuda:N``, ``mps``, or several with commas.
         numerics: name of the numerics class.
         threads: torch threads; None lets torch choose.
         kv_memory_bytes: for all sessions together; None takes a quarter of what is free.
