@@ -114,12 +114,14 @@ class PackedBatch:
     Attributes:
         first_layer: what the first layer of the pool calls itself.
         query_dtype: to which queries are rounded before the scores, when it is not their own type.
+        kv_dtype: of the pool.
     """
 
     pool: KVReader
     segments: tuple[Segment, ...]
     first_layer: int = 0
     query_dtype: torch.dtype | None = None
+    kv_dtype: torch.dtype = torch.float32
     new_slots: slice | torch.Tensor = field(init=False)
     """Where in the pool the new tokens go."""
     _groups: dict[tuple[int | None, int, torch.dtype], list[Group]] = field(default_factory=dict)

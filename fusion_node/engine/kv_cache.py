@@ -9,13 +9,13 @@ Shapes: K KV heads, P slots of the pool, S slots of one sequence, H head dim, T 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from fusion_node.engine.block_manager_core import BlockCopy, SlotMove
-from fusion_node.engine.numerics import round_to
+from fusion_node.engine.numerics import quantize_rows, round_to
 from fusion_node.errors import ConfigError
 from fusion_node.types import LayerRange
 
@@ -33,6 +33,43 @@ class KVLayout:
         return self.num_heads * (self.key_dim + self.value_dim)
 
 
+class _Rows:
+    """Rows at rest in one type."""
+
+    def __init__(self, num_heads: int, num_slots: int, dim: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._rows_KPH = torch.empty((num_heads, num_slots, dim), dtype=dtype, device=device)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return (self._rows_KPH,)
+
+    def write(self, slots: slice | torch.Tensor, rows_KTH: torch.Tensor) -> None:
+        _put(self._rows_KPH, slots, round_to(rows_KTH, self._rows_KPH.dtype))
+
+    def read(self, slots: slice | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return _get(self._rows_KPH, slots).to(dtype)
+
+
+class _Int8Rows:
+    """Rows at rest as int8, each with its scale."""
+
+    def __init__(self, num_heads: int, num_slots: int, dim: int, device: torch.device) -> None:
+        self._rows_KPH = torch.empty((num_heads, num_slots, dim), dtype=torch.int8, device=device)
+        self._scales_KP1 = torch.empty((num_heads, num_slots, 1), dtype=torch.float32, device=device)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self._rows_KPH, self._scales_KP1
+
+    def write(self, slots: slice | torch.Tensor, rows_KTH: torch.Tensor) -> None:
+        quantized_KTH, scales_KT1 = quantize_rows(rows_KTH)
+        _put(self._rows_KPH, slots, quantized_KTH)
+        _put(self._scales_KP1, slots, scales_KT1)
+
+    def read(self, slots: slice | torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return (_get(self._rows_KPH, slots).float() * _get(self._scales_KP1, slots)).to(dtype)
+
+
 class KVPool:
     """Keys and values of ``num_slots`` slots in the layers of one stage.
 
@@ -40,7 +77,7 @@ class KVPool:
 
     Args:
         layouts: one per layer of the stage.
-        dtype: of keys and values at rest.
+        dtype: of keys and values at rest; int8 keeps a scale per head and position beside them.
 
     Raises:
         RuntimeError: whatever torch raises when the device is full (see device.memory_errors).
@@ -53,8 +90,8 @@ class KVPool:
         self.num_slots = num_slots
         self.dtype = dtype
         self.device = device
-        self._keys_KPH = [self._empty(layout.num_heads, layout.key_dim) for layout in layouts]
-        self._values_KPH = [self._empty(layout.num_heads, layout.value_dim) for layout in layouts]
+        self._keys = [self._rows(layout.num_heads, layout.key_dim) for layout in layouts]
+        self._values = [self._rows(layout.num_heads, layout.value_dim) for layout in layouts]
 
     @property
     def bytes_per_slot(self) -> int:
@@ -63,7 +100,7 @@ class KVPool:
 
     def bytes_per_slot_of(self, layer: int) -> int:
         """KV bytes of one position in one layer."""
-        return self.dtype.itemsize * self.layouts[layer].num_values
+        return bytes_per_slot(self.layouts[layer : layer + 1], self.dtype)
 
     def write(self, layer: int, slots: slice | torch.Tensor, keys_KTH: torch.Tensor, values_KTH: torch.Tensor) -> None:
         """Writes new keys and values, rounded to the type at rest.
@@ -71,36 +108,46 @@ class KVPool:
         Args:
             slots: where each of the T tokens goes; a slice when they lie side by side.
         """
-        for pool_KPH, new_KTH in ((self._keys_KPH[layer], keys_KTH), (self._values_KPH[layer], values_KTH)):
-            rounded_KTH = round_to(new_KTH, self.dtype)
-            if isinstance(slots, slice):
-                pool_KPH[:, slots] = rounded_KTH
-            else:
-                pool_KPH.index_copy_(1, slots, rounded_KTH)
+        self._keys[layer].write(slots, keys_KTH)
+        self._values[layer].write(slots, values_KTH)
 
     def read(self, layer: int, slots: slice | torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of these slots as ``dtype``, ``[K, S, H]`` each: a view for a slice in the type at rest."""
-        keys_KPH, values_KPH = self._keys_KPH[layer], self._values_KPH[layer]
-        if isinstance(slots, slice):
-            return keys_KPH[:, slots].to(dtype), values_KPH[:, slots].to(dtype)
-        return keys_KPH.index_select(1, slots).to(dtype), values_KPH.index_select(1, slots).to(dtype)
+        return self._keys[layer].read(slots, dtype), self._values[layer].read(slots, dtype)
 
     def copy_block(self, copy: BlockCopy, block_slots: int) -> None:
         """Copies a whole block: what a shared one needs before one of its holders writes to it."""
         source = slice(copy.source * block_slots, (copy.source + 1) * block_slots)
         target = slice(copy.target * block_slots, (copy.target + 1) * block_slots)
-        for tensor_KPH in (*self._keys_KPH, *self._values_KPH):
+        for tensor_KPH in self._tensors():
             tensor_KPH[:, target] = tensor_KPH[:, source]
 
     def move(self, move: SlotMove) -> None:
         """Closes the gaps that dead branches left. All sources are read before any target is written."""
         sources = torch.tensor(move.sources, device=self.device)
         targets = torch.tensor(move.targets, device=self.device)
-        for tensor_KPH in (*self._keys_KPH, *self._values_KPH):
+        for tensor_KPH in self._tensors():
             tensor_KPH.index_copy_(1, targets, tensor_KPH.index_select(1, sources))
 
-    def _empty(self, num_heads: int, dim: int) -> torch.Tensor:
-        return torch.empty((num_heads, self.num_slots, dim), dtype=self.dtype, device=self.device)
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        for rows in (*self._keys, *self._values):
+            yield from rows.tensors
+
+    def _rows(self, num_heads: int, dim: int) -> _Rows | _Int8Rows:
+        if self.dtype == torch.int8:
+            return _Int8Rows(num_heads, self.num_slots, dim, self.device)
+        return _Rows(num_heads, self.num_slots, dim, self.dtype, self.device)
+
+
+def _put(pool_KPH: torch.Tensor, slots: slice | torch.Tensor, rows_KTH: torch.Tensor) -> None:
+    if isinstance(slots, slice):
+        pool_KPH[:, slots] = rows_KTH
+    else:
+        pool_KPH.index_copy_(1, slots, rows_KTH)
+
+
+def _get(pool_KPH: torch.Tensor, slots: slice | torch.Tensor) -> torch.Tensor:
+    return pool_KPH[:, slots] if isinstance(slots, slice) else pool_KPH.index_select(1, slots)
 
 
 class LayoutProbe:
@@ -138,4 +185,5 @@ class LayoutProbe:
 
 def bytes_per_slot(layouts: Sequence[KVLayout], dtype: torch.dtype) -> int:
     """KV bytes of one position in these layers."""
-    return dtype.itemsize * sum(layout.num_values for layout in layouts)
+    scales = sum(2 * layout.num_heads for layout in layouts) * torch.float32.itemsize if dtype == torch.int8 else 0
+    return dtype.itemsize * sum(layout.num_values for layout in layouts) + scales

@@ -24,7 +24,7 @@ import torch
 from transformers import AttentionInterface
 
 from fusion_node.engine.attention import Group, KVSource, PackedBatch, Segment, attend, tree_mask
-from fusion_node.engine.numerics import round_to
+from fusion_node.engine.numerics import keep_and_read, round_to
 
 LATENT_ATTENTION_NAME = "fusion_latent"
 
@@ -185,14 +185,14 @@ def _tell_indexer(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 class _Keys:
     """What the indexer takes for its cache: the keys of one sequence so far."""
 
-    def __init__(self, past_1SI: torch.Tensor | None, dtype: torch.dtype | None) -> None:
+    def __init__(self, past_1SI: torch.Tensor | None, dtype: torch.dtype) -> None:
         self._past_1SI = past_1SI
         self._dtype = dtype
         self.new_1TI: torch.Tensor
 
     def update_indexer(self, keys_1TI: torch.Tensor, _layer_idx: int) -> torch.Tensor:
         # As they will be read from the cache later on.
-        self.new_1TI = keys_1TI if self._dtype is None else round_to(keys_1TI, self._dtype).to(keys_1TI.dtype)
+        self.new_1TI = keep_and_read(keys_1TI, self._dtype)
         return self.new_1TI if self._past_1SI is None else torch.cat((self._past_1SI, self.new_1TI), dim=1)
 
 
@@ -211,7 +211,7 @@ def _choose(
     keys, chosen = [], list[torch.Tensor | None]()
     for s in batch.segments:
         rows = slice(s.start, s.stop)
-        seen = _Keys(_past_keys(batch, s, layer, hidden_1TD.dtype), batch.query_dtype)
+        seen = _Keys(_past_keys(batch, s, layer, hidden_1TD.dtype), batch.kv_dtype)
         visible_TS = _visible(s, hidden_1TD.device)
         best = type(indexer).forward(
             indexer,

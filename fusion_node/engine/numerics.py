@@ -6,7 +6,7 @@ fusion_node.engine.f16r32, scores and KV in fusion_node.engine.attention, rows i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,7 +27,8 @@ class NumericsClass:
         gemm_dtype: both inputs of a GEMM, weights and activations, are rounded to it; products are summed in float32.
         attention_input_dtype: queries are rounded to it before the scores, and scores, softmax and the weighted sum of
             values are then float32; None: queries stay as they are and attention computes in ``dtype``.
-        kv_dtype: of keys and values at rest. A token's own are rounded before its own step reads them.
+        kv_dtype: of keys and values at rest. A token's own are rounded before its own step reads them. int8: the values
+            of a head at a position share a scale, see ``quantize_rows``.
         wire_dtype: encoding of rows between stages (p2p.messages.DTYPE_BYTES).
     """
 
@@ -52,14 +53,18 @@ class NumericsClass:
         return self.gemm_dtype if device.type == "cuda" else self.dtype
 
 
-NUMERICS = {
-    c.name: c
-    for c in (
-        NumericsClass("fp32", torch.float32, torch.float32, None, torch.float32, "f32"),
-        NumericsClass("f16r32", torch.float32, torch.float16, torch.float16, torch.float16, "f16"),
-        NumericsClass("bf16", torch.bfloat16, torch.bfloat16, None, torch.bfloat16, "bf16"),
-        NumericsClass("fp16", torch.float16, torch.float16, None, torch.float16, "f16"),
-    )
+_CLASSES = (
+    NumericsClass("fp32", torch.float32, torch.float32, None, torch.float32, "f32"),
+    NumericsClass("f16r32", torch.float32, torch.float16, torch.float16, torch.float16, "f16"),
+    NumericsClass("bf16", torch.bfloat16, torch.bfloat16, None, torch.bfloat16, "bf16"),
+    NumericsClass("fp16", torch.float16, torch.float16, None, torch.float16, "f16"),
+)
+
+KV8_SUFFIX = "+kv8"
+"""Of a class that is another in all but the KV at rest."""
+
+NUMERICS = {c.name: c for c in _CLASSES} | {
+    c.name: c for c in (replace(c, name=c.name + KV8_SUFFIX, kv_dtype=torch.int8) for c in _CLASSES)
 }
 
 WIRE_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "f16": torch.float16}
@@ -87,3 +92,25 @@ def round_to(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         # bfloat16 has no 65504: its neighbours are 65280 and 65536, which fp16 lacks.
         tensor = tensor.float().clamp(-FP16_MAX, FP16_MAX)
     return tensor.to(dtype)
+
+
+def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each row (last dimension) as int8 with a float32 scale, the largest absolute value / 127: ``x ~ q * scale``.
+
+    Divided in float32, rounded to nearest, ties to even. A row of zeros has scale 0.
+
+    Returns:
+        ``q`` of the shape of ``x``, and the scales with 1 as last dimension.
+    """
+    wide = x.float()
+    scale = wide.abs().amax(dim=-1, keepdim=True) / 127 if x.shape[-1] else wide.new_zeros((*x.shape[:-1], 1))
+    divisor = torch.where(scale > 0, scale, torch.ones_like(scale))
+    return (wide / divisor).round_().clamp_(-127, 127).to(torch.int8), scale
+
+
+def keep_and_read(x: torch.Tensor, kv_dtype: torch.dtype) -> torch.Tensor:
+    """What comes back, in the type of ``x``, of rows that were put into the KV cache."""
+    if kv_dtype == torch.int8:
+        quantized, scale = quantize_rows(x)
+        return (quantized.float() * scale).to(x.dtype)
+    return round_to(x, kv_dtype).to(x.dtype)

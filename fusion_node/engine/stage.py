@@ -199,6 +199,7 @@ class Stage:
                     tuple(segments),
                     first_layer=self._layer_idx_base,
                     query_dtype=self.numerics.attention_input_dtype,
+                    kv_dtype=self.numerics.kv_dtype,
                 ),
             ).last_hidden_state
         return hidden_1TD[0]

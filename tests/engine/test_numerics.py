@@ -22,7 +22,7 @@ from fusion_node.engine import f16r32
 from fusion_node.engine.architectures import build_layers, load_config
 from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.kv_cache import KVPool
-from fusion_node.engine.numerics import numerics_class, round_to
+from fusion_node.engine.numerics import numerics_class, quantize_rows, round_to
 from fusion_node.engine.session_log_core import StepRows
 from fusion_node.engine.stage import Stage, StepInput
 from fusion_node.engine.tensor_codec import RowsNotFinite, decode_rows, encode_rows
@@ -54,11 +54,21 @@ def to_bf16(a: Array) -> Array:
     return rounded.astype(np.uint32).view(np.float32).astype(np.float64)
 
 
+def to_kv8(a_TKH: Array) -> Array:
+    """Each head of a position by itself."""
+    scales = (np.abs(a_TKH).max(-1, keepdims=True).astype(np.float32) / np.float32(127)).astype(np.float32)
+    quotients = a_TKH.astype(np.float32) / np.where(scales > 0, scales, np.float32(1))
+    return (np.rint(quotients) * scales).astype(np.float64)
+
+
 CLASSES: dict[str, dict[str, Round]] = {
     "fp32": {"else": to_f32, "gemm": to_f32, "attention": to_f32, "kv": to_f32},
     "f16r32": {"else": to_f32, "gemm": to_f16, "attention": to_f16, "kv": to_f16},
     "bf16": {"else": to_bf16, "gemm": to_bf16, "attention": to_bf16, "kv": to_bf16},
     "fp16": {"else": to_f16, "gemm": to_f16, "attention": to_f16, "kv": to_f16},
+    "fp32+kv8": {"else": to_f32, "gemm": to_f32, "attention": to_f32, "kv": to_kv8},
+    "f16r32+kv8": {"else": to_f32, "gemm": to_f16, "attention": to_f16, "kv": to_kv8},
+    "bf16+kv8": {"else": to_bf16, "gemm": to_bf16, "attention": to_bf16, "kv": lambda a: to_bf16(to_kv8(a))},
 }
 
 
@@ -235,7 +245,11 @@ def distance(ours: Array, theirs: Array, rows: list[torch.Tensor]) -> float:
 
 
 # The definition leaves free whether the softmax's numerators are rounded; torch's CPU kernel does in 16 bits.
-SHARES: dict[str, dict[str, Round]] = {"bf16": {"shares": to_bf16}, "fp16": {"shares": to_f16}}
+SHARES: dict[str, dict[str, Round]] = {
+    "bf16": {"shares": to_bf16},
+    "fp16": {"shares": to_f16},
+    "bf16+kv8": {"shares": to_bf16},
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -279,7 +293,7 @@ def test_f16r32_engine_rounds_in_every_place_of_the_definition_and_in_no_other(
 def test_a_class_is_told_from_its_neighbours_by_one_layer() -> None:
     model, rows = make("biases"), rows_for("f16r32")
     ours = run(load(model, "f16r32"), rows)
-    for other in ("fp32", "bf16", "fp16"):
+    for other in ("fp32", "bf16", "fp16", "f16r32+kv8"):
         theirs = Reference(other, weights_of(model), model.config, {})
         assert distance(ours, np.concatenate([theirs.layer(r.double().numpy()) for r in rows]), rows) > 1e-4
 
@@ -301,6 +315,21 @@ def test_keys_and_values_rest_in_fp16_rounded_to_nearest_even() -> None:
     for ours_KSH, theirs_SKH in zip((keys_KSH, values_KSH), expected, strict=True):
         equal = ours_KSH.double().numpy() == to_f16(theirs_SKH).transpose(1, 0, 2)
         assert equal.mean() > 0.97  # the others were so near the middle that the order of a sum decided
+
+
+def test_kv8_keeps_a_byte_per_value_and_a_scale_per_head_and_position() -> None:
+    rows = torch.tensor([[[127.0, 0.5, 1.5, -2.5], [0.0, 0.0, 0.0, 0.0]], [[-1e-30, 0.0, 0.0, 1e-30], [3e38, 0, 0, 0]]])
+    quantized, scales = quantize_rows(rows)
+    assert quantized.tolist() == [[[127, 0, 2, -2], [0, 0, 0, 0]], [[-127, 0, 0, 127], [127, 0, 0, 0]]]
+    assert scales[..., 0].tolist() == [[1.0, 0.0], [np.float32(1e-30) / 127, pytest.approx(3e38 / 127)]]
+    stage = load(make("biases"), "fp32+kv8")
+    assert stage.kv_bytes_per_position == 2 * 2 * 12 + 2 * 2 * 4
+    pool, rows_KTH = stage.new_pool(8), torch.randn((2, 3, 12), generator=torch.Generator().manual_seed(2))
+    for slots in (slice(2, 5), torch.tensor([7, 0, 3])):
+        pool.write(0, slots, rows_KTH, -rows_KTH)
+        keys_KSH, values_KSH = pool.read(0, slots, torch.float32)
+        assert (keys_KSH == -values_KSH).all()
+        assert (keys_KSH.double().numpy() == to_f32(to_kv8(rows_KTH.numpy()))).all()
 
 
 def test_rows_travel_in_fp16_rounded_to_nearest_even() -> None:
