@@ -146,6 +146,9 @@ async def load_shard(config: NodeConfig, model: StoredModel, discovery: Discover
         mib=round(sum(stage.num_weight_bytes for stage in stages) / 2**20, 1),
         ms_per_layer=round(1000 * forwards[0][1] / len(layers), 2),
     )
+    if devices[0].type == "cpu":
+        # What the allocator keeps of the warm-up would count as used; on a GPU the next wide forward takes it again.
+        await asyncio.to_thread(release_cached_memory, devices[0])
     return Shard(model, tuple(stages), tuple(forwards), _kv_budget(config, stages))
 
 
