@@ -31,7 +31,8 @@ MAX_NODES_PER_STEP = 4096
 DTYPE_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 """Canonical tensor encodings: IEEE 754 little-endian, row-major, no padding."""
 
-SessionBytes: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+SESSION_BYTES = 16
+SessionBytes: TypeAlias = Annotated[bytes, msgspec.Meta(min_length=SESSION_BYTES, max_length=SESSION_BYTES)]
 U32: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 NodeIds: TypeAlias = Annotated[tuple[U32, ...], msgspec.Meta(max_length=MAX_NODES_PER_STEP)]
 Reason: TypeAlias = Annotated[str, msgspec.Meta(max_length=512)]
@@ -88,21 +89,32 @@ class StatusReply(Message, frozen=True, array_like=True, tag="status"):
 
 
 class OpenSession(Message, frozen=True, array_like=True, tag="open"):
-    """User to every stage: reserve KV for this plan. ``stage`` is the receiver's place in it."""
+    """User to every stage: reserve KV for this plan. ``stage`` is the receiver's place in it.
+
+    ``prefix`` is empty or the id of another session of the same user on this node, open or retained, with whose first
+    ``prefix_positions`` positions this one begins: a wish to share their KV.
+    """
 
     session: SessionBytes
     epoch: U32
     stage: Annotated[int, msgspec.Meta(ge=0, le=127)]
     plan: Annotated[bytes, msgspec.Meta(max_length=48 * 1024)]
+    prefix: Annotated[bytes, msgspec.Meta(max_length=SESSION_BYTES)] = b""
+    prefix_positions: U32 = 0
 
 
 class SessionOpened(Message, frozen=True, array_like=True, tag="opened"):
-    """Stage to user: reserved, and connected to the next stage. The lease is renewed by every step."""
+    """Stage to user: reserved, and connected to the next stage. The lease is renewed by every step.
+
+    ``reused_positions`` says how many positions are there already: at most as many as were asked for, and 0 whatever
+    the reason. The first step hangs on the node of that number; when it hangs on 0, the session begins empty.
+    """
 
     session: SessionBytes
     epoch: U32
     stage: Annotated[int, msgspec.Meta(ge=0, le=127)]
     lease_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
+    reused_positions: U32 = 0
 
 
 PEER_LOST = "peer-lost"
@@ -164,15 +176,25 @@ class SessionFailed(Message, frozen=True, array_like=True, tag="failed"):
     culprit: Annotated[str, msgspec.Meta(max_length=64)]
 
 
+RETAIN_S = 600.0
+"""The longest that a node keeps the KV of a closed session whose user may come back. A person reads a long answer and
+writes the next question in less, and memory that lies idle for longer is better free."""
+
+
 class CloseSession(Message, frozen=True, array_like=True, tag="close"):
-    """User to every stage: free the session's KV."""
+    """User to every stage: the session is over.
+
+    Its KV is freed, or with ``retain`` kept for sessions of the same user that begin alike, for RETAIN_S at most and
+    until the room is needed. A second close without ``retain`` frees what was kept.
+    """
 
     session: SessionBytes
     epoch: U32
+    retain: bool = False
 
 
 class SessionClosed(Message, frozen=True, array_like=True, tag="closed"):
-    """Stage to user: freed."""
+    """Stage to user: closed."""
 
     session: SessionBytes
     epoch: U32
@@ -240,6 +262,8 @@ def decode_message(frame: bytes | bytearray | memoryview) -> Frame:
         raise WireError("a payload where none belongs")
     elif isinstance(message, StatusReply) and not all(map(math.isfinite, message.counters.values())):
         raise WireError("a counter is not finite")
+    elif isinstance(message, OpenSession) and len(message.prefix) not in (0, SESSION_BYTES):
+        raise WireError("a prefix that is not the id of a session")
     return _new_tuple(Frame, (message, payload))  # half the price of Frame(message, payload)
 
 
@@ -279,6 +303,7 @@ __all__ = [
     "MAX_HEADER_BYTES",
     "MAX_NODES_PER_STEP",
     "MAX_PAYLOAD_BYTES",
+    "RETAIN_S",
     "AnyMessage",
     "CloseSession",
     "Frame",

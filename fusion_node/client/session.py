@@ -12,7 +12,11 @@ from p2p.messages import AnyMessage, StepResult, TensorMeta
 
 
 class Session:
-    """One open session. Use ``async with``; leaving it frees the session on every stage."""
+    """One open session. Use ``async with``; leaving it frees the session on every stage.
+
+    Attributes:
+        retain: set before leaving: the stages are to keep the KV for a later session with the same beginning.
+    """
 
     def __init__(self, connection: SwarmConnection, core: SessionCore) -> None:
         self._connection = connection
@@ -23,6 +27,7 @@ class Session:
         self._timer: asyncio.TimerHandle | None = None
         self._failure: FusionError | None = None
         self._num_outstanding = 0
+        self.retain = False
 
     async def __aenter__(self) -> Session:
         self._connection.register(self._core.plan.session, self._on_message, self._on_lost)
@@ -39,6 +44,21 @@ class Session:
 
     async def __aexit__(self, *_: object) -> None:
         self._end()
+
+    @property
+    def key(self) -> bytes:
+        """The session's id."""
+        return self._core.plan.session
+
+    @property
+    def reused_positions(self) -> int:
+        """With which it began; the first rows to send are those behind them."""
+        return self._core.reused_positions
+
+    @property
+    def num_computed(self) -> int:
+        """Positions that every stage has computed, reused ones included."""
+        return self._core.num_computed
 
     @property
     def num_outstanding(self) -> int:
@@ -115,7 +135,7 @@ class Session:
         self._events.put_nowait(event)
 
     def _end(self) -> None:
-        self._core.close()
+        self._core.close(retain=self.retain)
         self._pump()
         self._connection.unregister(self._core.plan.session)
 

@@ -68,7 +68,13 @@ class SessionState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Every stage has reserved its KV."""
+    """Every stage has reserved its KV.
+
+    Attributes:
+        reused_positions: with which the session begins on every stage.
+    """
+
+    reused_positions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +98,14 @@ SessionMessage = SessionOpened | SessionRefused | SessionFailed | SessionClosed 
 """What a stage may say to the user of a session."""
 
 
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """Positions of an earlier session over the same stages, with which a new one would like to begin."""
+
+    session: bytes
+    num_positions: int
+
+
 @dataclass(slots=True)
 class _Pending:
     step: Step
@@ -106,16 +120,28 @@ class SessionCore:
         plan: decoded form of ``signed_plan``.
         row_size: hidden size that results must have.
         wire_dtype: encoding that results must have.
+        prefix: to ask the stages for.
+
+    Attributes:
+        reused_positions: with which the session begins: those of the prefix when every stage has the same number of
+            them, else 0.
+        num_computed: positions that every stage has computed, reused ones included.
     """
 
-    def __init__(self, plan: Plan, signed_plan: bytes, *, row_size: int, wire_dtype: str) -> None:
+    def __init__(
+        self, plan: Plan, signed_plan: bytes, *, row_size: int, wire_dtype: str, prefix: Prefix | None = None
+    ) -> None:
         self.plan = plan
         self.state = SessionState.OPENING
+        self.reused_positions = 0
+        self.num_computed = 0
+        self._prefix = prefix or Prefix(b"", 0)
         self._signed_plan = signed_plan
         self._row_size = row_size
         self._wire_dtype = wire_dtype
         self._peers = [PeerId(stage.peer) for stage in plan.stages]
         self._to_open = set(range(len(self._peers)))
+        self._offers: set[int] = set()
         self._open_deadline: MonotonicS | None = None
         self._pending: deque[_Pending] = deque()
         self._next_sequence = 0
@@ -127,7 +153,14 @@ class SessionCore:
         """Asks every stage to reserve."""
         self._open_deadline = MonotonicS(now + OPEN_DEADLINE_S)
         for index, peer in enumerate(self._peers):
-            message = OpenSession(session=self.plan.session, epoch=self.plan.epoch, stage=index, plan=self._signed_plan)
+            message = OpenSession(
+                session=self.plan.session,
+                epoch=self.plan.epoch,
+                stage=index,
+                plan=self._signed_plan,
+                prefix=self._prefix.session,
+                prefix_positions=self._prefix.num_positions,
+            )
             self._outbox.append((peer, message))
 
     def next_step(self, tensor: TensorMeta, *, want_last: bool, now: MonotonicS) -> Step:
@@ -156,12 +189,16 @@ class SessionCore:
         self._last_node = last
         return step
 
-    def close(self) -> None:
-        """Frees the session on every stage. Nothing is waited for."""
+    def close(self, *, retain: bool = False) -> None:
+        """Ends the session on every stage. Nothing is waited for.
+
+        Args:
+            retain: ask the stages to keep its KV for a later session with the same beginning.
+        """
         if self.state in (SessionState.CLOSED, SessionState.FAILED):
             return
         self.state = SessionState.CLOSED
-        self._release()
+        self._release(retain=retain)
 
     # what comes from outside
 
@@ -177,11 +214,7 @@ class SessionCore:
             return
         match message:
             case SessionOpened() if self._is_from_stage(message.stage, source):
-                self._to_open.discard(message.stage)
-                if not self._to_open and self.state is SessionState.OPENING:
-                    self.state = SessionState.READY
-                    self._open_deadline = None
-                    self._events.append(Opened())
+                self._receive_opened(message, source)
             case SessionRefused() if self._is_from_stage(message.stage, source):
                 self._fail(self._translate_refusal(message, source))
             case SessionFailed() if self._is_from_stage(message.stage, source):
@@ -232,6 +265,22 @@ class SessionCore:
 
     # inside
 
+    def _receive_opened(self, message: SessionOpened, source: PeerId) -> None:
+        if message.reused_positions > self._prefix.num_positions:
+            self._fail(RemoteProtocolError(source, f"node {short(source)} reuses more positions than it was asked for"))
+            return
+        if message.stage not in self._to_open:
+            return
+        self._to_open.discard(message.stage)
+        self._offers.add(message.reused_positions)
+        if not self._to_open:
+            self.state = SessionState.READY
+            self._open_deadline = None
+            # Stages that begin at different positions cannot pass rows on; those that offer some begin at 0 as well.
+            self.reused_positions = min(self._offers) if len(self._offers) == 1 else 0
+            self._last_node = self.num_computed = self.reused_positions
+            self._events.append(Opened(self.reused_positions))
+
     def _receive_result(self, message: StepResult, source: PeerId, now: MonotonicS) -> None:
         if not self._pending or message.sequence != self._pending[0].step.sequence:
             self._fail(RemoteProtocolError(source, f"node {short(source)} answered a step that is not due"))
@@ -241,6 +290,7 @@ class SessionCore:
         if message.nodes != pending.step.want or message.tensor != expected:
             self._fail(RemoteProtocolError(source, f"node {short(source)} returned other rows than it was asked for"))
             return
+        self.num_computed = pending.step.first_node + pending.step.tensor.num_rows - 1
         self._events.append(StepDone(message.sequence, now - pending.sent_at, message.timings))
 
     def _is_from_stage(self, stage: int, source: PeerId) -> bool:
@@ -267,9 +317,9 @@ class SessionCore:
     def _fail(self, error: FusionError) -> None:
         self.state = SessionState.FAILED
         self._events.append(Failed(error))
-        self._release()
+        self._release(retain=False)
 
-    def _release(self) -> None:
-        message = CloseSession(session=self.plan.session, epoch=self.plan.epoch)
+    def _release(self, *, retain: bool) -> None:
+        message = CloseSession(session=self.plan.session, epoch=self.plan.epoch, retain=retain)
         self._outbox.extend((peer, message) for peer in self._peers)
         self._pending.clear()

@@ -2,24 +2,29 @@
 
 Guarantees: the KV that a session reserves is there (fusion_node.engine.block_manager_core); a session is opened only by
 the user who signed its plan, and only for layers that this node holds; steps are taken only from the peer that the plan
-puts in front; an unused session is forgotten when its lease runs out.
+puts in front; an unused session is forgotten when its lease runs out. A session may begin with the KV of an earlier one
+of the same user and the same layers, as far as that is committed and computed; to everybody else, and for other layers,
+that KV is as if it did not exist.
 
 Assumes: the caller has checked the plan's signature and dates (p2p.records.open_plan), and tells when a link is lost.
 
-States of a session: open (leased), gone. Timers: the earliest lease, in seconds of the monotonic clock. Still ugly: a
-session that uses some of the node's layers reserves its positions in all of them.
+States of a session: open (leased), retained (over, its beginning kept until the room is needed), gone. Timers: the
+earliest lease and RETAIN_S after the earliest close with ``retain``, in seconds of the monotonic clock. Still ugly: a
+session that uses some of the node's layers reserves its positions in all of them; and what a retained session leaves
+behind here is noticed late when the block manager has dropped its blocks.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 from collections import Counter
 from dataclasses import dataclass, field
 
 from fusion_node.engine.block_manager_core import BlockManager, NoRoom
 from fusion_node.engine.session_log_core import SessionLog
 from fusion_node.types import LayerRange, ModelId, MonotonicS, PeerId
-from p2p.messages import SUCCESSOR_UNREACHABLE, OpenSession
+from p2p.messages import RETAIN_S, SUCCESSOR_UNREACHABLE, OpenSession
 from p2p.records import Plan
 
 LEASE_S = 120.0
@@ -63,7 +68,9 @@ class Session:
         log: its token tree on this stage.
         previous: who may send steps.
         next: who gets the results; the user after the last stage.
+        reused_positions: of another session, with which this one begins.
         num_queued_rows: rows that wait for the device.
+        num_computed: committed positions whose KV has been computed and is written no more.
     """
 
     key: bytes
@@ -72,7 +79,9 @@ class Session:
     layers: LayerRange
     log: SessionLog
     lease_until: MonotonicS
+    reused_positions: int = 0
     num_queued_rows: int = 0
+    num_computed: int = 0
 
     @property
     def user(self) -> PeerId:
@@ -89,6 +98,15 @@ class Session:
     @property
     def next(self) -> PeerId:
         return self.user if self.is_last else PeerId(self.plan.stages[self.stage + 1].peer)
+
+
+@dataclass(frozen=True, slots=True)
+class _Retained:
+    """What is remembered of a retained session beside its blocks."""
+
+    epoch: int
+    layers: LayerRange
+    until: MonotonicS
 
 
 @dataclass(slots=True)
@@ -110,6 +128,8 @@ class Admission:
     draining: bool = False
     paused: str | None = None
     _sessions: dict[bytes, Session] = field(default_factory=dict)
+    _retained: dict[tuple[PeerId, bytes], _Retained] = field(default_factory=dict)
+    """In the order in which they end. The block manager may have dropped the blocks of any."""
 
     @property
     def sessions(self) -> list[Session]:
@@ -129,17 +149,21 @@ class Admission:
 
     def open(self, message: OpenSession, plan: Plan, *, source: PeerId, now: MonotonicS) -> Session | Refused:
         """Reserves KV for a plan, or says why not."""
-        answer = self._reserve(message, plan, source)
-        if isinstance(answer, Refused):
-            self.refused[answer.code] += 1
-            return answer
+        layers = self._check(message, plan, source)
+        if isinstance(layers, Refused):
+            return self._count(layers)
+        reused = self._reserve(message, plan, source, layers)
+        if isinstance(reused, Refused):
+            return self._count(reused)
         session = Session(
             key=message.session,
             plan=plan,
             stage=message.stage,
-            layers=answer,
-            log=SessionLog(plan.max_positions),
+            layers=layers,
+            log=SessionLog(plan.max_positions, reused),
             lease_until=MonotonicS(now + LEASE_S),
+            reused_positions=reused,
+            num_computed=reused,
         )
         self._sessions[message.session] = session
         return session
@@ -155,19 +179,43 @@ class Admission:
         """A step came: the lease starts again."""
         session.lease_until = MonotonicS(now + LEASE_S)
 
-    def close(self, key: bytes, *, epoch: int, source: PeerId) -> Session | None:
-        """The user ends a session. None when it is not theirs."""
+    def start_empty(self, session: Session) -> bool:
+        """Before its first step: the session begins with nothing instead of with a prefix.
+
+        Returns:
+            False when its reservation does not fit without the shared blocks; it is dropped then.
+        """
+        self.blocks.close(session.key)
+        room = self.blocks.open(session.key, owner=session.user, max_slots=session.plan.max_positions)
+        if isinstance(room, NoRoom):
+            del self._sessions[session.key]
+            return False
+        session.log = SessionLog(session.plan.max_positions)
+        session.reused_positions = session.num_computed = 0
+        return True
+
+    def close(self, key: bytes, *, epoch: int, source: PeerId, now: MonotonicS, retain: bool = False) -> Session | None:
+        """The user ends a session. None when it is not theirs, or not open.
+
+        Args:
+            retain: what it has committed and computed is kept for RETAIN_S, or until the room is needed. Otherwise
+                what was kept under this id and epoch is freed.
+        """
         session = self._sessions.get(key)
-        if session is None or session.user != source or session.plan.epoch != epoch:
-            return None
-        self.drop(session)
+        if session is not None and (session.user != source or session.plan.epoch != epoch):
+            session = None
+        if session is not None:
+            self._end(session, retain_until=MonotonicS(now + RETAIN_S) if retain else None)
+        if not retain:
+            kept = self._retained.get((source, key))
+            if kept is not None and kept.epoch == epoch:
+                self._release(source, key)
         return session
 
     def drop(self, session: Session) -> None:
         """Forgets a session; dropping it twice does nothing."""
         if self.holds(session):
-            del self._sessions[session.key]
-            self.blocks.close(session.key)
+            self._end(session, retain_until=None)
 
     def holds(self, session: Session) -> bool:
         """Whether this very session is open; its id may have been opened anew since."""
@@ -178,11 +226,17 @@ class Admission:
         return [s for s in self._sessions.values() if peer in (s.user, s.previous, s.next)]
 
     def get_timer(self) -> MonotonicS | None:
-        """When the next lease runs out."""
-        return min((s.lease_until for s in self._sessions.values()), default=None)
+        """When the next lease runs out, or something retained ends."""
+        first_retained = [kept.until for kept in itertools.islice(self._retained.values(), 1)]
+        return min([*first_retained, *(s.lease_until for s in self._sessions.values())], default=None)
 
     def handle_timer(self, *, now: MonotonicS) -> list[Session]:
-        """Drops and returns the sessions whose lease has run out and that wait for nothing of ours."""
+        """Drops and returns the sessions whose lease has run out and that wait for nothing of ours.
+
+        What was retained for long enough is freed.
+        """
+        for user, key in [place for place, kept in self._retained.items() if kept.until <= now]:
+            self._release(user, key)
         expired = [s for s in self._sessions.values() if s.lease_until <= now and s.num_queued_rows == 0]
         for session in expired:
             self.drop(session)
@@ -192,9 +246,16 @@ class Admission:
         """Raises ValueError when an invariant is broken. For tests and diagnosis."""
         if self.blocks.num_open != len(self._sessions):
             raise ValueError(f"{self.blocks.num_open} block tables are open for {len(self._sessions)} sessions")
+        if sum(self.blocks.is_retained(key, owner=user) for user, key in self._retained) != self.blocks.num_retained:
+            raise ValueError("the block manager retains a table that nothing here will end")
+        if sorted(kept.until for kept in self._retained.values()) != [kept.until for kept in self._retained.values()]:
+            raise ValueError("retained sessions out of order")
+        for session in self._sessions.values():
+            if not session.reused_positions <= session.num_computed <= session.log.num_committed:
+                raise ValueError("more is taken for computed than is committed, or less than was reused")
         self.blocks.check_integrity()
 
-    def _reserve(self, message: OpenSession, plan: Plan, source: PeerId) -> LayerRange | Refused:
+    def _check(self, message: OpenSession, plan: Plan, source: PeerId) -> LayerRange | Refused:
         if plan.user != source or plan.session != message.session or plan.epoch != message.epoch:
             return Refused(RefusalCode.NOT_YOURS, "the plan is for another session or signed by somebody else")
         if message.stage >= len(plan.stages) or plan.stages[message.stage].peer != self.peer:
@@ -217,13 +278,52 @@ class Admission:
             return Refused(RefusalCode.DUPLICATE, "a session of that id is open")
         if len(self._sessions) >= MAX_SESSIONS or len(self.of_user(source)) >= MAX_SESSIONS_PER_USER:
             return Refused(RefusalCode.TOO_MANY_SESSIONS, "too many sessions are open; try again later")
-        room = self.blocks.open(message.session, owner=source, max_slots=plan.max_positions)
+        return layers
+
+    def _reserve(self, message: OpenSession, plan: Plan, source: PeerId, layers: LayerRange) -> int | Refused:
+        """How many positions are there already."""
+        num_shared = min(message.prefix_positions, self._num_sharable(message.prefix, source, layers))
+        prefix = (message.prefix, num_shared) if num_shared else None
+        room = self.blocks.open(message.session, owner=source, max_slots=plan.max_positions, prefix=prefix)
         if isinstance(room, NoRoom):
             return Refused(
                 RefusalCode.NO_MEMORY,
                 f"KV for {plan.max_positions} positions does not fit: {room.missing_slots} positions are missing",
             )
-        return layers
+        return room
+
+    def _num_sharable(self, key: bytes, user: PeerId, layers: LayerRange) -> int:
+        """How many positions of that session another one of this user over these layers may begin with."""
+        source = self._sessions.get(key)
+        if source is not None and source.user == user:
+            return source.num_computed if source.layers == layers else 0
+        kept = self._retained.get((user, key))
+        # The block manager knows how long the table is, and whether it is still there.
+        return self.max_positions if kept is not None and kept.layers == layers else 0
+
+    def _count(self, refused: Refused) -> Refused:
+        self.refused[refused.code] += 1
+        return refused
+
+    def _end(self, session: Session, *, retain_until: MonotonicS | None) -> None:
+        del self._sessions[session.key]
+        if retain_until is None:
+            self.blocks.close(session.key)
+            return
+        self._release(session.user, session.key)  # of an earlier epoch
+        self.blocks.truncate(session.key, session.num_computed)
+        self.blocks.close(session.key, retain=True)
+        if len(self._retained) > 2 * self.blocks.num_retained:
+            for user, key in list(self._retained):
+                if not self.blocks.is_retained(key, owner=user):
+                    del self._retained[user, key]
+        if self.blocks.is_retained(session.key, owner=session.user):
+            kept = _Retained(session.plan.epoch, session.layers, retain_until)
+            self._retained[session.user, session.key] = kept
+
+    def _release(self, user: PeerId, key: bytes) -> None:
+        self._retained.pop((user, key), None)
+        self.blocks.release(key, owner=user)
 
     def of_user(self, user: PeerId) -> list[Session]:
         """The sessions of one user."""

@@ -158,7 +158,9 @@ class NodeServer:
             case OpenSession():
                 self._open(peer, message)
             case CloseSession():
-                session = self._admission.close(message.session, epoch=message.epoch, source=peer)
+                session = self._admission.close(
+                    message.session, epoch=message.epoch, source=peer, now=self._now(), retain=message.retain
+                )
                 if session is not None:
                     self._forget(session)
                     self._send(peer, SessionClosed(session=message.session, epoch=message.epoch))
@@ -228,7 +230,8 @@ class NodeServer:
         self.counters["sessions"] += 1
         log.info("session opened", session=session.key.hex()[:8], user=short(session.user), layers=str(session.layers))
         lease_s = session.lease_until - self._now()
-        self._send(session.user, SessionOpened(message.session, message.epoch, message.stage, lease_s))
+        reused = session.reused_positions
+        self._send(session.user, SessionOpened(message.session, message.epoch, message.stage, lease_s, reused))
 
     async def _connect_successor(self, session: Session, plan: Plan, message: OpenSession) -> None:
         place = plan.stages[session.stage + 1]
@@ -300,6 +303,9 @@ class NodeServer:
         if session.num_queued_rows + message.tensor.num_rows > MAX_QUEUED_ROWS:
             self._end(session, "flooded", f"more than {MAX_QUEUED_ROWS} rows wait for the device", culprit=peer)
             return
+        if session.log.declines_prefix(message.parent, message.parents) and not self._admission.start_empty(session):
+            self._end(session, "no-memory", "KV does not fit without the prefix that was reused", culprit="")
+            return
         rows = session.log.apply(
             message.sequence,
             first_node=message.first_node,
@@ -314,6 +320,8 @@ class NodeServer:
             case StepFault():
                 self._end(session, rows.value, f"the step does not follow the log: {rows.value}", culprit=peer)
             case StepRows():
+                if message.sequence == 0:
+                    self.counters["positions_reused"] += session.reused_positions
                 self._admission.renew(session, now=self._now())
                 self._queue(on_device, message, rows, payload)
 
@@ -485,6 +493,7 @@ class NodeServer:
         session.num_queued_rows -= message.tensor.num_rows
         if not self._is_open(session):
             return
+        session.num_computed = step.rows.num_final
         # Also now: a step of many rows on a slow device takes longer than a lease lasts.
         self._admission.renew(session, now=self._now())
         self.counters["steps"] += 1

@@ -374,6 +374,16 @@ class BlockManager:
         if kept:
             self._retain(_Retained(key, table.owner, kept))
 
+    def is_retained(self, key: Hashable, *, owner: str) -> bool:
+        """Whether a retained table of that key and owner is still there."""
+        return (owner, key) in self._retained
+
+    def release(self, key: Hashable, *, owner: str) -> None:
+        """Drops a retained table; does nothing when it is not there any more."""
+        retained = self._retained.get((owner, key))
+        if retained is not None:
+            self._unretain(retained)
+
     def runs(self, key: Hashable, num_slots: int, *, first: int = 0) -> tuple[range, ...]:
         """Physical slots of the logical slots ``[first, num_slots)`` in logical order; neighbours are merged.
 

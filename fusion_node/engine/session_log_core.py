@@ -4,10 +4,11 @@ Guarantees: entries are applied in order, each exactly once; the same log gives 
 ``[0, num_committed)`` hold the committed prefix by position; live uncommitted nodes follow, in order of their ids,
 without gaps. No more than ``max_positions`` slots are ever in use.
 
-Assumes: one caller; frames of one link arrive in order (the link guarantees it).
+Assumes: one caller; frames of one link arrive in order (the link guarantees it); of a reused prefix the KV is there.
 
 States of a node: unknown, live (registered, not committed), committed, dead. Node 0 is the empty prefix, committed from
-the start. ``ADVANCE(x)`` commits x and its ancestors; live nodes that do not descend from x die.
+the start; a session that reuses p positions begins with the nodes 1 to p committed. ``ADVANCE(x)`` commits x and its
+ancestors; live nodes that do not descend from x die.
 
 No timers. Source: the token tree as a replicated log, docs/protocol-data-plane.md. Still ugly: a step's rows are
 described by Python ints (ancestor sets as bit masks), which is fine up to some thousand rows per step.
@@ -64,6 +65,7 @@ class StepRows:
         move: KV to move first, if any.
         live_positions: unless is_chain, the positions of the slots from ``num_committed`` on.
         reuses_slots: slots of earlier steps are moved or taken again, so nothing earlier may be computed with it.
+        num_final: once the rows are computed, the slots below this hold the committed prefix and are written no more.
     """
 
     live_rows: tuple[int, ...]
@@ -76,6 +78,7 @@ class StepRows:
     move: KVMove | None
     live_positions: tuple[int, ...] = ()
     reuses_slots: bool = False
+    num_final: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,20 +98,31 @@ class SessionLog:
 
     Args:
         max_positions: KV slots reserved, committed and live together.
+        num_committed: positions of a reused prefix, which are there before the first entry.
     """
 
     max_positions: int
     num_committed: int = 0
-    next_sequence: int = 0
-    _root: int = 0
-    _last_node: int = 0
-    _live: dict[int, _Node] = field(default_factory=dict)
+    next_sequence: int = field(default=0, init=False)
+    _root: int = field(init=False)
+    _last_node: int = field(init=False)
+    _live: dict[int, _Node] = field(default_factory=dict, init=False)
     """In order of ids; the slot of a live node is num_committed plus its rank."""
+
+    def __post_init__(self) -> None:
+        self._root = self._last_node = self.num_committed
 
     @property
     def num_slots(self) -> int:
         """Slots in use."""
         return self.num_committed + len(self._live)
+
+    def declines_prefix(self, parent: int, parents: Sequence[int]) -> bool:
+        """Whether this would be the first entry of a session that reuses a prefix, and hangs on the empty one instead.
+
+        The stages do not reuse the same then. The caller replaces this log by an empty one.
+        """
+        return self.next_sequence == 0 and self.num_committed > 0 and 0 in (parents or (parent,))
 
     def apply(
         self,
@@ -230,4 +244,5 @@ class SessionLog:
             if chain
             else (*committed_rows.values(), *(entry.position for entry in self._live.values())),
             reuses_slots=self.num_slots - len(live) < num_before,
+            num_final=self.num_committed,
         )

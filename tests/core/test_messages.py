@@ -16,7 +16,10 @@ from fusion_node.wire import WireError, encode_header
 from p2p.messages import (
     MAX_NODES_PER_STEP,
     AnyMessage,
+    CloseSession,
+    OpenSession,
     Ping,
+    SessionOpened,
     SessionRefused,
     StatusReply,
     Step,
@@ -120,6 +123,13 @@ def test_counter_that_is_not_finite_is_refused(value: float) -> None:
         SessionRefused(SESSION, 0, 0, "c" * 33, ""),
         SessionRefused(SESSION, 0, 0, "code", "r" * 513),
         SessionRefused(bytes(15), 0, 0, "code", ""),
+        OpenSession(SESSION, 0, 0, b"", b"p"),
+        OpenSession(SESSION, 0, 0, b"", bytes(15), 16),
+        OpenSession(SESSION, 0, 0, b"", bytes(17), 16),
+        OpenSession(SESSION, 0, 0, b"", SESSION, 2**32),
+        OpenSession(SESSION, 0, 0, b"", SESSION, -1),
+        SessionOpened(SESSION, 0, 0, 1.0, 2**32),
+        CloseSession(SESSION, 0, 1),  # type: ignore[arg-type]
         StatusReply(1, bytes(16 * 1024 + 1), {}),
         StatusReply(1, b"", {str(n): 0.0 for n in range(129)}),
         StatusReply(1, b"", {"n" * 65: 0.0}),
@@ -150,6 +160,15 @@ def test_unknown_tag_is_refused_and_further_fields_of_a_known_one_are_not() -> N
     with pytest.raises(WireError):
         decode_message(encode_header(["hello", 1]))
     assert decode_message(encode_header(["ping", 1, "from a later version"]))[0] == Ping(1)
+
+
+def test_messages_without_the_fields_of_prefix_reuse_mean_none() -> None:
+    for fields, meant in (
+        (["open", SESSION, 0, 1, b"plan"], OpenSession(SESSION, 0, 1, b"plan", b"", 0)),
+        (["opened", SESSION, 0, 1, 30.0], SessionOpened(SESSION, 0, 1, 30.0, 0)),
+        (["close", SESSION, 0], CloseSession(SESSION, 0, retain=False)),
+    ):
+        assert decode_message(encode_header(fields))[0] == meant
 
 
 @given(data=st.binary(max_size=400))

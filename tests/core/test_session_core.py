@@ -14,6 +14,7 @@ from fusion_node.client.session_core import (
     STEP_DEADLINE_S,
     Failed,
     Opened,
+    Prefix,
     SessionCore,
     SessionEvent,
     SessionState,
@@ -46,7 +47,7 @@ ROW = TensorMeta("f32", 1, 8)
 T0 = MonotonicS(1000.0)
 
 
-def core() -> SessionCore:
+def core(prefix: Prefix | None = None) -> SessionCore:
     now = time.time()
     plan = Plan(
         version=1,
@@ -60,7 +61,7 @@ def core() -> SessionCore:
         expires_at=now + 60,
         stages=tuple(PlanStage(peer, 2 * i, 2 * i + 2, ()) for i, peer in enumerate(PEERS)),
     )
-    return SessionCore(plan, b"signed", row_size=8, wire_dtype="f32")
+    return SessionCore(plan, b"signed", row_size=8, wire_dtype="f32", prefix=prefix)
 
 
 def events(session: SessionCore) -> list[SessionEvent]:
@@ -329,3 +330,74 @@ def test_a_stage_that_cannot_reach_the_next_one_is_not_itself_blamed() -> None:
     error = error_of(session)
     assert isinstance(error, PeerUnreachable)
     assert error.peer == PEERS[1]
+
+
+# sessions that begin like another
+
+EARLIER = Prefix(b"e" * 16, 48)
+
+
+def opened_with(*offers: int) -> SessionCore:
+    session = core(EARLIER)
+    session.start(now=T0)
+    for stage, (peer, offer) in enumerate(zip(PEERS, offers, strict=True)):
+        session.receive(SessionOpened(KEY, EPOCH, stage, 120.0, offer), source=peer, now=T0)
+    return session
+
+
+def test_every_stage_is_asked_for_the_prefix() -> None:
+    session = core(EARLIER)
+    session.start(now=T0)
+    asked = [message for _, message in session.messages_to_send()]
+    assert asked == [OpenSession(KEY, EPOCH, i, b"signed", b"e" * 16, 48) for i in range(3)]
+
+
+def test_prefix_that_all_stages_have_is_where_the_first_step_begins() -> None:
+    session = opened_with(32, 32, 32)
+    assert events(session) == [Opened(32)]
+    assert (session.reused_positions, session.num_computed) == (32, 32)
+    step = session.next_step(TensorMeta("f32", 3, 8), want_last=True, now=T0)
+    assert (step.sequence, step.first_node, step.parent, step.advance, step.want) == (0, 33, 32, 35, (35,))
+    assert session.num_computed == 32
+    session.receive(result(0, 35), source=PEERS[2], now=T0)
+    assert session.num_computed == 35
+
+
+@pytest.mark.parametrize("offers", [(32, 32, 16), (48, 0, 48), (0, 0, 16), (0, 0, 0)])
+def test_stages_that_have_not_the_same_begin_at_nothing(offers: tuple[int, int, int]) -> None:
+    session = opened_with(*offers)
+    assert events(session) == [Opened(0)]
+    step = session.next_step(ROW, want_last=True, now=T0)
+    assert (step.first_node, step.parent) == (1, 0)
+
+
+def test_stage_that_says_twice_what_it_has_is_heard_once() -> None:
+    session = core(EARLIER)
+    session.start(now=T0)
+    for offer in (32, 16):
+        session.receive(SessionOpened(KEY, EPOCH, 0, 120.0, offer), source=PEERS[0], now=T0)
+    for stage in (1, 2):
+        session.receive(SessionOpened(KEY, EPOCH, stage, 120.0, 32), source=PEERS[stage], now=T0)
+    session.receive(SessionOpened(KEY, EPOCH, 1, 120.0, 16), source=PEERS[1], now=T0)
+    assert events(session) == [Opened(32)]
+    assert session.reused_positions == 32
+
+
+@pytest.mark.parametrize(("prefix", "offer"), [(None, 1), (EARLIER, 49), (EARLIER, 2**32 - 1)])
+def test_stage_that_has_more_than_it_was_asked_for_ends_the_session(prefix: Prefix | None, offer: int) -> None:
+    session = core(prefix)
+    session.start(now=T0)
+    session.messages_to_send()
+    session.receive(SessionOpened(KEY, EPOCH, 1, 120.0, offer), source=PEERS[1], now=T0)
+    error = error_of(session)
+    assert (type(error), error.peer) == (RemoteProtocolError, PEERS[1])
+
+
+def test_only_a_session_that_did_not_fail_is_kept() -> None:
+    session = opened()
+    session.close(retain=True)
+    assert session.messages_to_send() == [(peer, CloseSession(KEY, EPOCH, retain=True)) for peer in PEERS]
+    session = opened()
+    session.link_closed(PEERS[1], PeerClosed(PEERS[1], "gone"))
+    session.close(retain=True)
+    error_of(session)

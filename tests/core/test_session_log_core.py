@@ -137,3 +137,48 @@ def test_step_that_takes_the_slots_of_dead_nodes_says_so() -> None:
     chain = log.apply(2, first_node=5, num_rows=2, parent=4, advance=4)
     assert isinstance(chain, StepRows)
     assert not chain.reuses_slots
+
+
+def test_reused_prefix_is_committed_and_the_first_entry_hangs_on_it() -> None:
+    log = SessionLog(40, 16)
+    assert not log.declines_prefix(16, ())
+    step = chain(log, 0, 17, 3, 16, advance=19)
+    assert (step.positions, step.first_slot, step.num_committed, step.num_final) == ((16, 17, 18), 16, 16, 19)
+    assert (step.is_chain, step.move, step.reuses_slots) == (True, None, False)
+
+
+def test_tree_on_a_reused_prefix_sees_it() -> None:
+    log = SessionLog(40, 16)
+    step = log.apply(0, first_node=20, num_rows=3, parent=0, parents=(16, 16, 20))
+    assert isinstance(step, StepRows)
+    assert (step.positions, step.visible, step.num_committed) == ((16, 16, 17), (0b001, 0b010, 0b101), 16)
+    assert step.num_final == 16
+
+
+def test_first_entry_that_hangs_elsewhere_on_a_reused_prefix_is_a_fault() -> None:
+    log = SessionLog(40, 16)
+    for first, parent in ((17, 15), (17, 1), (18, 17), (17, 0)):
+        assert log.apply(0, first_node=first, num_rows=1, parent=parent) is StepFault.UNKNOWN_PARENT
+    assert log.apply(0, first_node=17, num_rows=2, parent=0, parents=(16, 15)) is StepFault.UNKNOWN_PARENT
+    for first in (1, 16):
+        assert log.apply(0, first_node=first, num_rows=1, parent=0) is StepFault.STALE_NODE
+    assert log.apply(0, first_node=17, num_rows=25, parent=16) is StepFault.OVERFLOW
+    assert log.num_slots == 16
+
+
+def test_prefix_is_declined_by_a_first_entry_that_hangs_on_the_empty_one() -> None:
+    log = SessionLog(40, 16)
+    assert log.declines_prefix(0, ())
+    assert log.declines_prefix(7, (0, 1))
+    assert not log.declines_prefix(0, (16, 17))
+    assert not log.declines_prefix(3, ())
+    chain(log, 0, 17, 1, 16)
+    assert not log.declines_prefix(0, ())
+    assert not SessionLog(40).declines_prefix(0, ())
+
+
+def test_slots_become_final_when_they_are_committed() -> None:
+    log = SessionLog(40)
+    assert chain(log, 0, 1, 3, 0).num_final == 0
+    assert chain(log, 1, 4, 2, 3, advance=2).num_final == 2
+    assert chain(log, 2, 6, 1, 5, advance=6).num_final == 6

@@ -101,7 +101,9 @@ MESSAGES: tuple[tuple[AnyMessage, bytes], ...] = (
     (StatusRequest(2), b""),
     (StatusReply(2, b"record", {"sessions": 1.0}), b""),
     (OpenSession(SESSION, 0, 1, b"plan"), b""),
+    (OpenSession(SESSION, 0, 1, b"plan", bytes(range(16, 32)), 48), b""),
     (SessionOpened(SESSION, 0, 1, 30.0), b""),
+    (SessionOpened(SESSION, 0, 1, 30.0, 48), b""),
     (SessionRefused(SESSION, 0, 1, "no-memory", "no KV left"), b""),
     (
         Step(SESSION, 0, 3, 5, 4, (), 0, (6,), TensorMeta("f32", 2, 2), (StageTiming(10, 20),)),
@@ -111,6 +113,7 @@ MESSAGES: tuple[tuple[AnyMessage, bytes], ...] = (
     (StepResult(SESSION, 0, 3, (6,), TensorMeta("bf16", 1, 4), ()), bytes(range(8))),
     (SessionFailed(SESSION, 0, 1, "peer", "the next stage is gone", RESPONDER.peer_id), b""),
     (CloseSession(SESSION, 0), b""),
+    (CloseSession(SESSION, 0, retain=True), b""),
     (SessionClosed(SESSION, 0), b""),
     (Goodbye("draining"), b""),
 )
