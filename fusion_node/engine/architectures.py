@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from fusion_node.engine.attention import ATTENTION_NAME
@@ -40,27 +41,58 @@ class Architecture:
     wrapped_by: str | None = None
 
 
+_SLIDING, _MLA, _DSA = "sliding window", "latent attention (MLA)", "sparse attention (DSA)"
+_EXPERTS, _SHARED = "experts", "shared experts"
+_QK_NORM, _POST_NORMS, _PARTIAL, _NO_ROPE = "QK norm", "post norms", "partial RoPE", "layers without RoPE"
+_SCALE = "embedding_multiplier"
+
 _FAMILIES = (
     Architecture("llama"),
-    Architecture("mistral", ("sliding window",)),
-    Architecture("qwen2", ("sliding window", "QKV bias")),
-    Architecture("qwen3", ("sliding window", "QK norm")),
-    Architecture("qwen3_moe", ("QK norm", "experts")),
-    Architecture("gemma2", ("sliding window", "soft cap", "post norms")),
-    Architecture("gemma3_text", ("sliding window", "RoPE by layer type", "QK norm", "post norms"), wrapped_by="gemma3"),
-    Architecture("phi3", ("sliding window", "fused QKV")),
-    Architecture("olmo2", ("QK norm", "post norms")),
-    Architecture("smollm3", ("layers without RoPE",)),
-    Architecture("glm4", ("partial RoPE", "post norms")),
-    Architecture("glm4_moe", ("partial RoPE", "QK norm", "experts", "shared experts")),
-    Architecture("cohere2", ("sliding window", "layers without RoPE", "parallel MLP")),
-    Architecture("starcoder2", ("sliding window", "LayerNorm", "biases")),
-    Architecture("granite", ("scaled residuals",), input_scale="embedding_multiplier"),
-    Architecture("gpt_oss", ("sliding window", "attention sinks", "experts")),
-    Architecture("mixtral", ("sliding window", "experts")),
-    Architecture("olmoe", ("QK norm", "experts")),
-    Architecture("deepseek_v3", ("latent attention (MLA)", "experts", "shared experts")),
-    Architecture("glm_moe_dsa", ("latent attention (MLA)", "sparse attention (DSA)", "experts", "shared experts")),
+    Architecture("mistral", (_SLIDING,), wrapped_by="mistral3"),
+    Architecture("qwen2", (_SLIDING, "QKV bias")),
+    Architecture("qwen3", (_SLIDING, _QK_NORM)),
+    Architecture("qwen3_moe", (_QK_NORM, _EXPERTS)),
+    Architecture("gemma2", (_SLIDING, "soft cap", _POST_NORMS)),
+    Architecture("gemma3_text", (_SLIDING, "RoPE by layer type", _QK_NORM, _POST_NORMS), wrapped_by="gemma3"),
+    Architecture("phi3", (_SLIDING, "fused QKV")),
+    Architecture("olmo2", (_QK_NORM, _POST_NORMS)),
+    Architecture("smollm3", (_NO_ROPE,)),
+    Architecture("glm4", (_PARTIAL, _POST_NORMS)),
+    Architecture("glm4_moe", (_PARTIAL, _QK_NORM, _EXPERTS, _SHARED)),
+    Architecture("glm_moe_dsa", (_MLA, _DSA, _EXPERTS, _SHARED)),
+    Architecture("cohere2", (_SLIDING, _NO_ROPE, "parallel MLP")),
+    Architecture("starcoder2", (_SLIDING, "LayerNorm", "biases")),
+    Architecture("granite", ("scaled residuals",), input_scale=_SCALE),
+    Architecture("gpt_oss", (_SLIDING, "attention sinks", _EXPERTS)),
+    Architecture("mixtral", (_SLIDING, _EXPERTS)),
+    Architecture("olmoe", (_QK_NORM, _EXPERTS)),
+    Architecture("deepseek_v3", (_MLA, _EXPERTS, _SHARED)),
+    # Asked for less, and the same to the engine.
+    Architecture("apertus", (_QK_NORM, "ungated MLP")),
+    Architecture("arcee", ("ungated MLP",)),
+    Architecture("cohere", ("parallel MLP", "LayerNorm", _QK_NORM)),
+    Architecture("cwm", (_SLIDING,)),
+    Architecture("deepseek_v32", (_MLA, _DSA, _EXPERTS, _SHARED)),
+    Architecture("dots1", (_SLIDING, _QK_NORM, _EXPERTS, _SHARED)),
+    Architecture("ernie4_5"),
+    Architecture("ernie4_5_moe", (_EXPERTS, _SHARED)),
+    Architecture("exaone4", (_SLIDING, _NO_ROPE, _QK_NORM, _POST_NORMS)),
+    Architecture("flex_olmo", (_QK_NORM, _POST_NORMS, _EXPERTS)),
+    Architecture("gemma"),
+    Architecture("glm", (_PARTIAL,)),
+    Architecture("glm4_moe_lite", (_MLA, _EXPERTS, _SHARED)),
+    Architecture("granitemoe", ("scaled residuals", _EXPERTS), input_scale=_SCALE),
+    Architecture("granitemoeshared", ("scaled residuals", _EXPERTS, _SHARED), input_scale=_SCALE),
+    Architecture("helium"),
+    Architecture("hunyuan_v1_dense", (_QK_NORM,)),
+    Architecture("hunyuan_v1_moe", (_QK_NORM, _EXPERTS, _SHARED)),
+    Architecture("minimax_m2", (_PARTIAL, _QK_NORM, _EXPERTS)),
+    Architecture("ministral", (_SLIDING,)),
+    Architecture("olmo", ("LayerNorm", "clipped QKV")),
+    Architecture("olmo3", (_SLIDING, _QK_NORM, _POST_NORMS)),
+    Architecture("qwen2_moe", (_SLIDING, "QKV bias", _EXPERTS, _SHARED)),
+    Architecture("seed_oss", ("QKV bias",)),
+    Architecture("solar_open", (_PARTIAL, _EXPERTS, _SHARED)),
 )
 
 ARCHITECTURES: Mapping[str, Architecture] = {family.model_type: family for family in _FAMILIES}
@@ -86,7 +118,8 @@ def load_config(model: ConfigSource) -> PretrainedConfig:
     """The decoder's configuration, refused before any weight is read when it is not supported.
 
     Raises:
-        ConfigError: when the architecture is not supported; the message lists those that are.
+        ConfigError: when the architecture is not supported, and the message lists those that are; or when its class
+            does not take the settings.
     """
     settings = dict(model.config)
     model_type = str(settings.pop("model_type", None))
@@ -98,7 +131,11 @@ def load_config(model: ConfigSource) -> PretrainedConfig:
             f"architecture {model_type!r} of {model.name} is not supported; "
             f"these are: {', '.join(sorted(SUPPORTED_ARCHITECTURES))}"
         )
-    config: PretrainedConfig = AutoConfig.for_model(model_type, **settings)
+    try:
+        config: PretrainedConfig = AutoConfig.for_model(model_type, **settings)
+    except (StrictDataclassError, ValueError, TypeError, LookupError, ArithmeticError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"config.json of {model.name} is not one of a {model_type} model: {reason}") from error
     # Router logits are of use in training only.
     config.output_router_logits = False
     return config

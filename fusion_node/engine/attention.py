@@ -192,24 +192,25 @@ def packed_attention(
     *,
     scaling: float,
     batch: PackedBatch,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
-    **_: Any,
+    **more: Any,
 ) -> tuple[torch.Tensor, None]:
     """The attention function. Returns ``[1, T, N, H]``.
 
     Args:
-        sliding_window: how many positions up to its own a token sees.
         softcap: scores become ``softcap * tanh(scores / softcap)``.
         s_aux: ``[N]``, per head a score that takes its share of the softmax and has no value: an attention sink.
+        more: ``sliding_window``: how many positions up to its own a token sees; None for all.
     """
     layer: int = module.layer_idx - batch.first_layer  # type: ignore[assignment, operator]
+    # A class that never hands its window on relies on transformers' masks, which take it from the configuration.
+    window: int | None = more["sliding_window"] if "sliding_window" in more else getattr(module, "sliding_window", None)
     batch.pool.write(layer, batch.new_slots, key_1KTH[0], value_1KTH[0])
     dtype = query_1NTH.dtype
     if batch.query_dtype is not None:
         query_1NTH = round_to(query_1NTH, batch.query_dtype).to(dtype)
-    groups = batch.groups(sliding_window, layer, dtype)
+    groups = batch.groups(window, layer, dtype)
     if len(groups) == 1:
         return attend(query_1NTH, batch.pool, layer, groups[0], scaling, softcap, s_aux), None
     out_1TNH: torch.Tensor | None = None

@@ -134,15 +134,17 @@ class Pipeline:
         assert isinstance(step, StepRows)
         return step
 
-    def reference(self, ids: list[int]) -> npt.NDArray[np.float32]:
-        with torch.inference_mode():
-            logits: npt.NDArray[np.float32] = self.model.whole(input_ids=torch.tensor([ids])).logits[0, -1].numpy()
-        return logits
-
-    def error(self, ours: npt.NDArray[np.float32], ids: list[int]) -> float:
-        """Largest difference from the whole model, relative to its largest logit."""
-        reference = self.reference(ids)
-        return float(np.abs(ours - reference).max() / np.abs(reference).max())
+    def largest_error(self, rows: list[tuple[npt.NDArray[np.float32], list[int]]]) -> float:
+        """Largest difference of a row from the whole model's after these tokens, relative to its largest logit."""
+        references: dict[tuple[int, ...], npt.NDArray[np.float32]] = {}
+        # The longest first: the whole model says in one call what comes after each of its beginnings.
+        for ids in sorted((ids for _, ids in rows), key=len, reverse=True):
+            if tuple(ids) not in references:
+                with torch.inference_mode():
+                    logits_TV = self.model.whole(input_ids=torch.tensor([ids])).logits[0].numpy()
+                references |= {tuple(ids[: n + 1]): logits for n, logits in enumerate(logits_TV)}
+        pairs = [(row, references[tuple(ids)]) for row, ids in rows]
+        return max(float(np.abs(row - reference).max() / np.abs(reference).max()) for row, reference in pairs)
 
 
 def chain(first: int, n: int) -> list[int]:
@@ -157,28 +159,28 @@ def run_mixed_batches(pipe: Pipeline) -> float:
         return [int(t) for t in rng.integers(3, 131, n)]
 
     a, b, c = pipe.session(), pipe.session(), pipe.session()
-    errors = []
+    rows = []
     (la,) = pipe.step((a, tokens(9), chain(1, 9), 9))
-    errors.append(pipe.error(la[-1], a.path(9)))
+    rows.append((la[-1], a.path(9)))
     # prefill chunk of b, decode of a, in one call
     lb, la = pipe.step((b, tokens(17), chain(1, 17), 0), (a, tokens(1), [9], 10))
-    errors += [pipe.error(la[-1], a.path(10)), pipe.error(lb[-1], b.path(17))]
+    rows += [(la[-1], a.path(10)), (lb[-1], b.path(17))]
     # a tree on a, a second prefill chunk on b, a first prefill of c
     tree = [10, 10, 11, 11, 12, 13]
     la, lb, lc = pipe.step((a, tokens(6), tree, 0), (b, tokens(5), chain(18, 5), 22), (c, tokens(30), chain(1, 30), 30))
-    errors += [pipe.error(la[i], a.path(11 + i)) for i in range(6)]
-    errors += [pipe.error(lb[-1], b.path(22)), pipe.error(lc[-1], c.path(30))]
+    rows += [(la[i], a.path(11 + i)) for i in range(6)]
+    rows += [(lb[-1], b.path(22)), (lc[-1], c.path(30))]
     # a keeps the branch 12 → 15 (its KV moves), and goes on from there; b and c decode beside it
     la, lb, lc = pipe.step((a, tokens(2), [15, 17], 15), (b, tokens(1), [22], 23), (c, tokens(1), [30], 31))
-    errors += [pipe.error(la[-1], a.path(18)), pipe.error(lb[-1], b.path(23)), pipe.error(lc[-1], c.path(31))]
-    return max(errors)
+    rows += [(la[-1], a.path(18)), (lb[-1], b.path(23)), (lc[-1], c.path(31))]
+    return pipe.largest_error(rows)
 
 
 ORDINARY = {
     "sliding_window": 250, "sliding_window_pattern": 1, "max_window_layers": 7, "attn_logit_softcapping": None,
     "final_logit_softcapping": None, "no_rope_layer_interval": 8, "partial_rotary_factor": 1.0, "logit_scale": 1.0,
     "embedding_multiplier": 1.0, "logits_scaling": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0,
-    "index_topk": 250, "topk_group": 2, "norm_topk_prob": False,
+    "index_topk": 250, "topk_group": 2, "norm_topk_prob": False, "clip_qkv": None, "rotary_dim": 16,
 }  # fmt: skip
 """What a setting of the tiny models would be in a model without it."""
 
@@ -256,7 +258,7 @@ def test_a_long_prompt_in_chunks_is_exact() -> None:
     for start in range(0, 640, 128):
         (logits,) = pipe.step((seq, ids[start : start + 128], list(range(node, node + 128)), node + 128))
         node += 128
-    assert pipe.error(logits[-1], ids) <= MAX_ERROR
+    assert pipe.largest_error([(logits[-1], ids)]) <= MAX_ERROR
 
 
 def test_a_long_sequence_does_not_change_the_rotary_frequencies_of_another() -> None:
@@ -269,7 +271,7 @@ def test_a_long_sequence_does_not_change_the_rotary_frequencies_of_another() -> 
     ids = [int(t) for t in np.random.default_rng(3).integers(3, 131, 60)]
     pipe.step((short, ids[:20], chain(1, 20), 20))
     _, logits = pipe.step((long, ids, chain(1, 60), 60), (short, [9], [20], 21))
-    assert pipe.error(logits[-1], [*ids[:20], 9]) <= MAX_ERROR
+    assert pipe.largest_error([(logits[-1], [*ids[:20], 9])]) <= MAX_ERROR
 
 
 def test_a_range_that_needs_the_choice_of_a_layer_before_it_is_refused() -> None:
@@ -302,7 +304,7 @@ def test_layers_outside_the_model_are_refused() -> None:
 def test_unsupported_architecture_is_refused_before_any_weight_with_the_list() -> None:
     model = tiny_model("llama")
     other = replace(model, config={**model.config, "model_type": "gpt2"})
-    with pytest.raises(ConfigError, match=r"'gpt2' .* cohere2, .* llama, mistral") as refused:
+    with pytest.raises(ConfigError, match="'gpt2'") as refused:
         Stage.load(other, LayerRange(0, 1), numerics=FP32, device=CPU)
     assert all(name in str(refused.value) for name in SUPPORTED_ARCHITECTURES)
     assert other.read == []
@@ -326,7 +328,7 @@ def test_a_part_of_a_stage_computes_only_its_layers(model_type: str) -> None:
     seq = pipe.session()
     pipe.step((seq, [5, 6, 7], [0, 1, 2], 3))
     (logits,) = pipe.step((seq, [9], [3], 4))
-    assert pipe.error(logits[-1], [5, 6, 7, 9]) <= MAX_ERROR
+    assert pipe.largest_error([(logits[-1], [5, 6, 7, 9])]) <= MAX_ERROR
     with pytest.raises(InvalidLayers, match="not within"):
         tail.part(LayerRange(1, 5))
 
@@ -358,9 +360,9 @@ def test_step_whose_rows_are_all_dead_is_applied_and_computes_nothing() -> None:
     other = pipe.session()
     dead, alive = pipe.step((seq, [9], [3], 4), (other, [5, 6, 7], [0, 1, 2], 3))
     assert len(dead) == 0
-    assert pipe.error(alive[-1], [5, 6, 7]) <= MAX_ERROR
+    assert pipe.largest_error([(alive[-1], [5, 6, 7])]) <= MAX_ERROR
     (logits,) = pipe.step((seq, [10], [4], 6))
-    assert pipe.error(logits[-1], [5, 6, 8, 10]) <= MAX_ERROR
+    assert pipe.largest_error([(logits[-1], [5, 6, 8, 10])]) <= MAX_ERROR
 
 
 if __name__ == "__main__":

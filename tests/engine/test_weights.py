@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.numerics import numerics_class
 from fusion_node.engine.stage import Stage
-from fusion_node.errors import StoreCorrupted
+from fusion_node.errors import ConfigError, StoreCorrupted
 from fusion_node.store import ModelStore
 from fusion_node.types import LayerRange
 from tests.engine.tiny import TINY, TinyModel, tiny_model
@@ -103,14 +103,15 @@ def test_what_transformers_keeps_in_float32_stays_so(numerics: str) -> None:
     assert norms.dtype == (torch.float32 if numerics == "fp16" else dtype)
 
 
-def test_the_text_part_of_a_larger_checkpoint_is_served_as_the_decoder_that_it_is() -> None:
-    inner = tiny_model("gemma3_text")
+@pytest.mark.parametrize("wrapper", ["gemma3", "mistral3"])
+def test_the_text_part_of_a_larger_checkpoint_is_served_as_the_decoder_that_it_is(wrapper: str) -> None:
+    inner = tiny_model({"gemma3": "gemma3_text", "mistral3": "mistral"}[wrapper])
     for prefix, head in (("language_model.model.", "language_model.lm_head."), ("model.language_model.", "lm_head.")):
         renamed = {
             name.replace("model.", prefix, 1) if name.startswith("model.") else name.replace("lm_head.", head, 1): t
             for name, t in inner.stored.items()
         }
-        outer = replace(inner, config={"model_type": "gemma3", "text_config": inner.config, "vision_config": {}})
+        outer = replace(inner, config={"model_type": wrapper, "text_config": inner.config, "vision_config": {}})
         outer.__dict__["stored"] = {**renamed, "vision_tower.embeddings.weight": torch.zeros(3)}
         a, b = load(inner), load(outer)
         assert all(torch.equal(t, tensors(b)[name]) for name, t in tensors(a).items())
@@ -131,6 +132,14 @@ def test_tied_embeddings_are_stored_and_held_once() -> None:
 
 
 # Checkpoints that are not what their configuration says.
+
+
+@pytest.mark.parametrize("wrong", [{"hidden_size": "48"}, {"layer_types": ["none"]}])
+def test_a_configuration_that_its_class_does_not_take_is_refused(wrong: dict[str, object]) -> None:
+    model = tiny_model("qwen2")
+    model = replace(model, config={**model.config, **wrong})
+    with pytest.raises(ConfigError, match=r"config\.json of tiny-qwen2 is not one of a qwen2 model: "):
+        load(model)
 
 
 def without(model: TinyModel, name: str) -> TinyModel:

@@ -14,6 +14,8 @@ from transformers.core_model_loading import revert_weight_conversion
 
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _GROUPED = {**_EXPERTS, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 2}
+_SCALED = {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
+_SPARSE = {"index_topk": 6, "index_n_heads": 8, "index_head_dim": 12}
 _LATENT = {
     "num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 12,
     "v_head_dim": 10,
@@ -43,17 +45,46 @@ TINY: dict[str, dict[str, Any]] = {
     "glm4_moe": {**_GROUPED, "head_dim": 16, "partial_rotary_factor": 0.5, "use_qk_norm": True},
     "cohere2": {"sliding_window": 8, "sliding_window_pattern": 3, "logit_scale": 0.25},
     "starcoder2": {"sliding_window": 8, "use_bias": True},
-    "granite": {
-        "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.4, "attention_multiplier": 0.2,
-    },
+    "granite": _SCALED,
     "gpt_oss": {"sliding_window": 8, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
     "mixtral": {"sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     "olmoe": {"num_experts": 6, "num_experts_per_tok": 2},
     "deepseek_v3": {**_GROUPED, **_LATENT},
     "glm_moe_dsa": {
-        **_GROUPED, **_LATENT, "index_topk": 6, "index_n_heads": 8, "index_head_dim": 12,
+        **_GROUPED, **_LATENT, **_SPARSE,
         "indexer_types": ["full", "full", "full", "shared", "shared", "full", "shared"],
     },
+    "apertus": {},
+    "arcee": {},
+    "cohere": {"logit_scale": 0.25, "use_qk_norm": True},
+    "cwm": {"sliding_window": 8, "head_dim": 16},
+    "deepseek_v32": {**_GROUPED, **_LATENT, **_SPARSE},
+    "dots1": {**_GROUPED, "sliding_window": 8, "max_window_layers": 3, "n_shared_experts": 1},
+    "ernie4_5": {"head_dim": 16},
+    "ernie4_5_moe": {
+        "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 2,
+        "moe_num_shared_experts": 1,
+    },
+    "exaone4": {"sliding_window": 8, "sliding_window_pattern": 3},
+    "flex_olmo": {"num_experts": 4, "num_experts_per_tok": 2},
+    "gemma": {"head_dim": 16},
+    "glm": {"head_dim": 16, "partial_rotary_factor": 0.5},
+    "glm4_moe_lite": {**_GROUPED, **_LATENT},
+    "granitemoe": {**_SCALED, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoeshared": {**_SCALED, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 40},
+    "helium": {"head_dim": 12},
+    "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16, "num_experts": 4, "moe_topk": 2},
+    "minimax_m2": {"head_dim": 16, "rotary_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "ministral": {"sliding_window": 8, "head_dim": 16},
+    "olmo": {"clip_qkv": 0.5},
+    "olmo3": {"sliding_window": 8},
+    "qwen2_moe": {
+        **_EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 40, "decoder_sparse_step": 2,
+        "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3,
+    },
+    "seed_oss": {"head_dim": 16},
+    "solar_open": {**_GROUPED, "head_dim": 16},
 }  # fmt: skip
 """What differs from the settings common to all. A sliding window is shorter than the sequences of the tests."""
 
@@ -91,7 +122,7 @@ class TinyModel:
         for name in names:
             self.read.append(name)
             tensor = self.stored[name]
-            yield name, "F32", tuple(tensor.shape), tensor.view(torch.uint8).numpy().reshape(-1).data
+            yield name, "F32", tuple(tensor.shape), tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def tiny_model(model_type: str, seed: int = 0, *, as_in_module: bool = False, **overrides: Any) -> TinyModel:
