@@ -4,7 +4,9 @@ A benchmark module defines ``run(quick) -> (checks, data)`` and ends in ``main(.
 
     python -m benchmarks.NAME [--quick] [--json PATH] [--strict]
 
-The exit status is 0 when it ran, whatever the checks say; with ``--strict`` it is 1 when a check is not ok.
+The exit status is 0 when it ran, whatever the checks say; with ``--strict`` it is 1 when a check is not ok. A benchmark
+with options of its own adds them to ``parser(...)`` and ends in ``finish(...)``. What a machine cannot measure is left
+out of the checks and listed in ``data["skipped"]``, by name with the reason.
 """
 
 from __future__ import annotations
@@ -115,22 +117,44 @@ def print_table(document: dict[str, Any], console: Console | None = None) -> Non
         value = "none" if check["value"] is None else f"{check['value']:.4g} {check['unit']}"
         target = f"{check['comparison']} {check['target']:.4g} {check['unit']}"
         table.add_row(check["what"], value, target, "ok" if check["ok"] else "[bold red]missed[/]")
+    for name, reason in document["data"].get("skipped", {}).items():
+        table.add_row(f"{name}: {reason}", "", "", "skipped")
     (console or Console()).print(table)
 
 
 def main(name: str, run: Run, *, description: str, argv: Sequence[str] | None = None) -> int:
     """The command line of a benchmark. ``description`` says what is measured and how long the full run takes."""
-    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
-    parser.add_argument("--quick", action="store_true", help="finish in under 3 minutes on 2 cores")
-    parser.add_argument("--json", type=Path, metavar="PATH", help="write the result there")
-    parser.add_argument("--strict", action="store_true", help="exit 1 when a check is not ok")
-    arguments = parser.parse_args(argv)
-    document = report(name, quick=arguments.quick, run=run)
+    arguments = parser(name, description=description).parse_args(argv)
+    return finish(report(name, quick=arguments.quick, run=run), arguments)
+
+
+def parser(name: str, *, description: str) -> argparse.ArgumentParser:
+    """With the options that every benchmark has."""
+    options = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+    options.add_argument("--quick", action="store_true", help="finish in under 3 minutes on 2 cores")
+    options.add_argument("--json", type=Path, metavar="PATH", help="write the result there")
+    options.add_argument("--strict", action="store_true", help="exit 1 when a check is not ok")
+    return options
+
+
+def finish(document: dict[str, Any], arguments: argparse.Namespace) -> int:
+    """Prints and writes a document as the options of ``parser`` say. Returns the exit status."""
     print_table(document)
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(document, indent=2) + "\n")
         print(f"written to {arguments.json}", file=sys.stderr)
     return int(arguments.strict and not all(check["ok"] for check in document["checks"]))
+
+
+def peak_bytes(pid: int) -> int:
+    """The largest resident memory that a process ever had (VmHWM); 0 where the system does not tell."""
+    try:
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmHWM"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return 0
 
 
 def _cpu_model() -> str:

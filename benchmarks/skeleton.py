@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import data_plane
-from benchmarks.report import Check, main
+from benchmarks.report import Check, main, peak_bytes
 from fusion_node import ModelStore, SamplingParams, SwarmClient
 from fusion_node.cli.local_swarm import LocalSwarm, split_evenly
 from fusion_node.store import StoredModel
@@ -94,17 +94,6 @@ def serve_reference(path: str, threads: str) -> None:
         began = time.perf_counter()
         tokens = model.greedy(request["ids"], request["num_tokens"], ignore_eos=True)
         print(json.dumps({"seconds": time.perf_counter() - began, "tokens": tokens}), flush=True)
-
-
-def peak_bytes(pid: int) -> int:
-    """The largest resident memory that a process ever had (VmHWM); 0 where the system does not tell."""
-    try:
-        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-            if line.startswith("VmHWM"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return 0
 
 
 async def measure_swarm(stack: AsyncExitStack, model: StoredModel) -> tuple[LocalSwarm, SwarmClient, dict[str, float]]:
