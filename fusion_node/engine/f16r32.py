@@ -44,8 +44,9 @@ def prepare(model: torch.nn.Module, numerics: NumericsClass, device: torch.devic
         return
     gemm = dict(_gemm_weights(model))
     for name, parameter in model.named_parameters():
-        # Experts stack their biases, so a bias may have two dimensions.
-        if parameter.dim() > 1 and name not in gemm and not _decides(name) and not name.endswith("_bias"):
+        # Experts stack their biases and Cohere's heads their gains, so these may have two dimensions.
+        is_vector = parameter.dim() < 2 or name.endswith(("_bias", "norm.weight"))
+        if not is_vector and name not in gemm and not _decides(name):
             raise ConfigError(
                 f"this architecture has a matrix {name!r} that {numerics.name} says nothing about: "
                 "serve it in fp32 or bf16"

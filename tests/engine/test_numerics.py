@@ -9,6 +9,7 @@ Shapes: T tokens, D hidden size, N query heads, K KV heads, H head dim, F feed-f
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +29,7 @@ from fusion_node.engine.stage import Stage, StepInput
 from fusion_node.engine.tensor_codec import RowsNotFinite, decode_rows, encode_rows
 from fusion_node.errors import ConfigError
 from fusion_node.types import LayerRange
-from tests.engine.tiny import TinyModel, tiny_model
+from tests.engine.tiny import TINY, TinyModel, tiny_model
 
 CPU = torch.device("cpu")
 F16R32 = numerics_class("f16r32")
@@ -430,6 +431,15 @@ def test_experts_of_every_layout_are_those_of_transformers_but_for_rounding(fami
     rows = [r[:, :48] for r in rows_for("fp32")]
     ours, exact = (run(load(model, numerics), rows) for numerics in ("f16r32", "fp32"))
     assert 1e-5 < distance(ours, exact, rows) < 1e-2
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_every_architecture_is_served_in_f16r32_with_every_matrix_accounted_for(family: str) -> None:
+    model = build_layers(load_config(tiny_model(family)), LayerRange(0, 7), dtype=torch.float32)
+    f16r32.prepare(model, F16R32, torch.device("cuda"))
+    left = {n for n, p in model.named_parameters() if p.dim() > 1 and p.dtype == torch.float32}
+    kept = re.compile(r"\.(gate|router|indexer|shared_expert_gate)\.|_bias$|norm\.weight$")
+    assert [name for name in left if not kept.search(name)] == []
 
 
 def test_weights_of_a_gpu_are_declared_in_fp16_and_routers_in_float32() -> None:
