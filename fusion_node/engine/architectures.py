@@ -51,12 +51,12 @@ _FAMILIES = (
     Architecture("mistral", (_SLIDING,), wrapped_by="mistral3"),
     Architecture("qwen2", (_SLIDING, "QKV bias")),
     Architecture("qwen3", (_SLIDING, _QK_NORM)),
-    Architecture("qwen3_moe", (_QK_NORM, _EXPERTS)),
+    Architecture("qwen3_moe", (_SLIDING, _QK_NORM, _EXPERTS)),
     Architecture("gemma2", (_SLIDING, "soft cap", _POST_NORMS)),
     Architecture("gemma3_text", (_SLIDING, "RoPE by layer type", _QK_NORM, _POST_NORMS), wrapped_by="gemma3"),
     Architecture("phi3", (_SLIDING, "fused QKV")),
     Architecture("olmo2", (_QK_NORM, _POST_NORMS)),
-    Architecture("smollm3", (_NO_ROPE,)),
+    Architecture("smollm3", (_SLIDING, _NO_ROPE)),
     Architecture("glm4", (_PARTIAL, _POST_NORMS)),
     Architecture("glm4_moe", (_PARTIAL, _QK_NORM, _EXPERTS, _SHARED)),
     Architecture("glm_moe_dsa", (_MLA, _DSA, _EXPERTS, _SHARED)),
@@ -136,6 +136,8 @@ def load_config(model: ConfigSource) -> PretrainedConfig:
     except (StrictDataclassError, ValueError, TypeError, LookupError, ArithmeticError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"config.json of {model.name} is not one of a {model_type} model: {reason}") from error
+    if getattr(config, "use_bidirectional_attention", False):
+        raise ConfigError(f"{model.name} is not a decoder: its tokens see those that come after them")
     # Router logits are of use in training only.
     config.output_router_logits = False
     return config

@@ -176,6 +176,33 @@ def run_mixed_batches(pipe: Pipeline) -> float:
     return pipe.largest_error(rows)
 
 
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+    "beta_fast": 32, "beta_slow": 1,
+}  # fmt: skip
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "original_max_position_embeddings": 64,
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model_type", "settings"),
+    [
+        ("llama", {"rope_parameters": LLAMA3, "attention_bias": True}),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 2.0}}),
+        ("qwen3", {"rope_parameters": YARN}),
+        ("mistral", {"sliding_window": None, "head_dim": 20}),
+        ("deepseek_v3", {"rope_parameters": {**YARN, "mscale": 0.7, "mscale_all_dim": 0.9}, "q_lora_rank": None}),
+        ("deepseek_v3", {"rope_interleave": False, "first_k_dense_replace": 0, "kv_lora_rank": 128}),
+        ("glm_moe_dsa", {"indexer_types": ["full"] * 7, "index_topk": 12}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value),
+)
+def test_settings_within_a_family_make_no_difference(model_type: str, settings: dict[str, object]) -> None:
+    assert run_mixed_batches(Pipeline(tiny_model(model_type, **settings))) <= MAX_ERROR
+
+
 ORDINARY = {
     "sliding_window": 250, "sliding_window_pattern": 1, "max_window_layers": 7, "attn_logit_softcapping": None,
     "final_logit_softcapping": None, "no_rope_layer_interval": 8, "partial_rotary_factor": 1.0, "logit_scale": 1.0,
@@ -308,6 +335,12 @@ def test_unsupported_architecture_is_refused_before_any_weight_with_the_list() -
         Stage.load(other, LayerRange(0, 1), numerics=FP32, device=CPU)
     assert all(name in str(refused.value) for name in SUPPORTED_ARCHITECTURES)
     assert other.read == []
+
+
+def test_a_model_whose_tokens_see_later_ones_is_refused() -> None:
+    model = tiny_model("gemma3_text", use_bidirectional_attention=True)
+    with pytest.raises(ConfigError, match="not a decoder"):
+        Stage.load(model, LayerRange(0, 1), numerics=FP32, device=CPU)
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", "qwen3_moe"])

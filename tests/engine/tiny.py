@@ -31,7 +31,7 @@ TINY: dict[str, dict[str, Any]] = {
     },
     "qwen3_moe": {
         **_EXPERTS, "num_experts": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3], "norm_topk_prob": True,
-        "head_dim": 16,
+        "head_dim": 16, "use_sliding_window": True, "sliding_window": 8,
     },
     "gemma2": {
         "sliding_window": 8, "head_dim": 16, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 1.5,
@@ -40,7 +40,7 @@ TINY: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 8, "sliding_window_pattern": 3, "head_dim": 16, "query_pre_attn_scalar": 24},
     "phi3": {"sliding_window": 8},
     "olmo2": {},
-    "smollm3": {"no_rope_layer_interval": 3},
+    "smollm3": {"no_rope_layer_interval": 3, "use_sliding_window": True, "sliding_window": 8},
     "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5},
     "glm4_moe": {**_GROUPED, "head_dim": 16, "partial_rotary_factor": 0.5, "use_qk_norm": True},
     "cohere2": {"sliding_window": 8, "sliding_window_pattern": 3, "logit_scale": 0.25},
