@@ -32,13 +32,17 @@ class Architecture:
         features: what its attention and its layers do beyond grouped-query attention, RMSNorm and a gated MLP.
         input_scale: attribute of the base model that multiplies the rows on their way in. The boundary applies it; a
             stage, which is handed rows of any depth, must not.
+        input_switch: setting of the base model's configuration that lets it do so.
         wrapped_by: model_type of checkpoints that hold this decoder as the text part of something larger.
+        needs_contiguous: its class takes what linear layers put out for contiguous.
     """
 
     model_type: str
     features: tuple[str, ...] = ()
     input_scale: str | None = None
+    input_switch: str | None = None
     wrapped_by: str | None = None
+    needs_contiguous: bool = False
 
 
 _SLIDING, _MLA, _DSA = "sliding window", "latent attention (MLA)", "sparse attention (DSA)"
@@ -68,10 +72,17 @@ _FAMILIES = (
     Architecture("olmoe", (_QK_NORM, _EXPERTS)),
     Architecture("deepseek_v3", (_MLA, _EXPERTS, _SHARED)),
     # Asked for less, and the same to the engine.
+    Architecture(
+        "afmoe",
+        (_SLIDING, _NO_ROPE, _QK_NORM, _POST_NORMS, _EXPERTS, _SHARED),
+        input_switch="mup_enabled",
+        needs_contiguous=True,
+    ),
     Architecture("apertus", (_QK_NORM, "ungated MLP")),
     Architecture("arcee", ("ungated MLP",)),
     Architecture("cohere", ("parallel MLP", "LayerNorm", _QK_NORM)),
     Architecture("cwm", (_SLIDING,)),
+    Architecture("deepseek_v2", (_MLA, _EXPERTS, _SHARED), needs_contiguous=True),
     Architecture("deepseek_v32", (_MLA, _DSA, _EXPERTS, _SHARED)),
     Architecture("dots1", (_SLIDING, _QK_NORM, _EXPERTS, _SHARED)),
     Architecture("ernie4_5"),
@@ -202,6 +213,9 @@ def keep_layers(model: PreTrainedModel, config: PretrainedConfig, layers: LayerR
     kept._modules = dict(model._modules)
     kept.layers = _choose(model.get_submodule("layers"), range(layers.start, layers.stop))
     kept.config = _config_of(config, layers.start, layers.stop)
+    switch = ARCHITECTURES[config.model_type].input_switch
+    if switch is not None:
+        setattr(kept.config, switch, False)
     return kept
 
 

@@ -23,9 +23,10 @@ class SplitLinear(torch.nn.Linear):
     """A linear layer that multiplies weights by inputs. An existing layer becomes one by its class alone."""
 
     num_chunks: int
+    is_output_contiguous: bool
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Takes ``[..., T, I]``, returns ``[..., T, O]``, for several tokens as a transposed view."""
+        """Takes ``[..., T, I]``, returns ``[..., T, O]``, for several tokens as a transposed view unless told."""
         x_TI = input.reshape(-1, input.shape[-1])
         num_tokens = x_TI.shape[0]
         if num_tokens <= _BATCHED_UP_TO_TOKENS:
@@ -35,13 +36,17 @@ class SplitLinear(torch.nn.Linear):
             y_OT = torch.mm(self.weight, x_TI.t())
         if self.bias is not None:
             y_OT += self.bias[:, None]
-        return y_OT.t().reshape(*input.shape[:-1], -1)
+        y_TO = y_OT.t().contiguous() if self.is_output_contiguous else y_OT.t()
+        return y_TO.reshape(*input.shape[:-1], -1)
 
 
-def speed_up_linears(model: torch.nn.Module) -> None:
+def speed_up_linears(model: torch.nn.Module, *, is_output_contiguous: bool = False) -> None:
     """Turns the float32 linear layers of a model on the CPU into SplitLinear.
 
     Other types are left alone: torch has fast paths of its own for them.
+
+    Args:
+        is_output_contiguous: for classes that take it for granted; it costs a copy.
     """
     for module in model.modules():
         if type(module) is not torch.nn.Linear or type(module.weight) is not torch.nn.Parameter:
@@ -51,4 +56,6 @@ def speed_up_linears(model: torch.nn.Module) -> None:
         if chunks is None or weight.device.type != "cpu" or weight.dtype != torch.float32 or not weight.is_contiguous():
             continue
         module.__class__ = SplitLinear
-        setattr(module, "num_chunks", chunks)  # noqa: B010 - the type checker takes it for a parameter
+        # By setattr: the type checker takes attributes of a module for parameters.
+        setattr(module, "num_chunks", chunks)  # noqa: B010
+        setattr(module, "is_output_contiguous", is_output_contiguous)  # noqa: B010

@@ -14,7 +14,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fusion_node.engine import f16r32
-from fusion_node.engine.architectures import build_layers, keep_layers, load_config
+from fusion_node.engine.architectures import ARCHITECTURES, build_layers, keep_layers, load_config
 from fusion_node.engine.attention import KVReader, PackedBatch, Segment
 from fusion_node.engine.device import memory_errors
 from fusion_node.engine.kv_cache import KVLayout, KVPool, LayoutProbe, bytes_per_slot
@@ -94,7 +94,7 @@ class Stage:
             num_bytes = fill(
                 model, source, dtype=numerics.dtype, device=device, quantization=quantization, on_tensor=on_tensor
             )
-            speed_up_linears(model)
+            speed_up_linears(model, is_output_contiguous=ARCHITECTURES[config.model_type].needs_contiguous)
             f16r32.apply(model, numerics)
         return cls(
             model.eval(),
