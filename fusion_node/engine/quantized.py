@@ -26,9 +26,11 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps, WeightConverter, WeightTransform
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from transformers.quantizers.auto import AutoHfQuantizer, AutoQuantizationConfig
 from transformers.quantizers.base import HfQuantizer
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 from transformers.quantizers.quantizer_torchao import TorchAoHfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -39,8 +41,8 @@ from fusion_node.store.quantization import TORCHAO_METADATA_FILE, QuantizationSe
 
 _EXTRA = "pip install 'fusion-node[quantized]'"
 
-_SLAB_ELEMENTS = 2**22
-"""How many packed values are expanded at once; what that takes beside the result stays below 100 MB."""
+_SLAB_ELEMENTS = 2**21
+"""How many values are expanded at once: a few copies of them in 4 bytes, and not of a whole weight."""
 
 
 class QuantizedSource(Protocol):
@@ -209,10 +211,55 @@ def is_boundary_quantized(names: Iterable[str]) -> bool:
 _QUANTIZED_END = re.compile(r"^(?!.*\blayers\.).*\b(embed_tokens|norm|lm_head)\.(?!(weight|bias)$)")
 
 
+class StoredTensor(Protocol):
+    """What a manifest says of a tensor (verification.manifest.TensorRecord)."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    @property
+    def num_elements(self) -> int: ...
+
+
+def expected_bytes(config: Mapping[str, Any], tensors: Iterable[StoredTensor], *, itemsize: int) -> int:
+    """About the bytes that tensors of a model will take once they are loaded, by what the manifest says of them.
+
+    Args:
+        config: of the model.
+        itemsize: bytes of a plain weight in memory.
+    """
+    settings = quantization_settings(config)
+    if settings is None:
+        return sum(tensor.num_elements for tensor in tensors) * itemsize
+    method = METHODS.get(settings.method)
+    if method is not None and not method.is_expanded:
+        return sum(tensor.num_bytes for tensor in tensors)
+    return sum(tensor.num_elements * _values_of_element(tensor, settings) for tensor in tensors) * itemsize
+
+
+def _values_of_element(tensor: StoredTensor, settings: QuantizationSettings) -> int:
+    leaf = tensor.name.rpartition(".")[2]
+    if leaf.endswith("_blocks") or (leaf == "weight_packed" and tensor.dtype == "U8"):
+        return 2
+    bits = re.search(r"\bint(\d+)\b", settings.label)
+    return 32 // int(bits[1]) if bits and leaf in ("qweight", "weight_packed") else 1
+
+
 def resident_bytes(model: torch.nn.Module) -> int:
     """Bytes of all parameters and buffers, with what a quantisation keeps beside the values. Shared ones count once."""
     tensors = [*model.parameters(), *(buffer for name, buffer in model.named_buffers())]
     return sum({part.data_ptr(): part.nbytes for tensor in tensors for part in _parts(tensor)}.values())
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor, with what its quantisation keeps beside the values."""
+    return sum(part.nbytes for part in _parts(tensor))
 
 
 def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -272,7 +319,7 @@ def _make_quantizer(
                 return _PackedIntegers(settings)
             case "fp8":
                 # Its kernels would be downloaded; neither they nor accelerate are needed to expand.
-                return AutoHfQuantizer.from_config({**raw, "dequantize": True}, pre_quantized=True)
+                return _Fp8(AutoQuantizationConfig.from_dict({**raw, "dequantize": True}))
             case "mxfp4":
                 return _Mxfp4(AutoQuantizationConfig.from_dict({**raw, "dequantize": True}))
             case "torchao":
@@ -466,6 +513,32 @@ def expand_awq(
         expanded_GIO = (q_GIO - zeros_GO[:, None]) * scales_GO[:, None, outs].float()
         weight_OI[outs] = expanded_GIO.flatten(0, 1).t()
     return weight_OI
+
+
+class _Fp8(FineGrainedFP8HfQuantizer):  # type: ignore[misc]
+    """transformers' own, expanding some rows at a time: a whole weight takes twice its float32 size beside it."""
+
+    def get_load_operations(self) -> dict[str, Any]:
+        return {"dequantize": _ExpandFp8}
+
+
+class _ExpandFp8(Fp8Dequantize):  # type: ignore[misc]
+    def _dequantize_one(
+        self, quantized: torch.Tensor, scales: torch.Tensor, output_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        num_blocks = scales.shape[0] if scales.dim() == 2 else 1
+        is_cut = quantized.is_floating_point() and quantized.dim() == 2 and quantized.shape[0] % num_blocks == 0
+        if not is_cut or output_dtype is None:
+            whole: torch.Tensor = super()._dequantize_one(quantized, scales, output_dtype=output_dtype)
+            return whole
+        expanded = torch.empty(quantized.shape, dtype=output_dtype, device=quantized.device)
+        rows_of_block = quantized.shape[0] // num_blocks
+        step = max(1, _SLAB_ELEMENTS // (rows_of_block * quantized.shape[1]))
+        for block in range(0, num_blocks, step):
+            rows = slice(block * rows_of_block, (block + step) * rows_of_block)
+            cut = scales[block : block + step] if scales.dim() == 2 else scales
+            expanded[rows] = super()._dequantize_one(quantized[rows], cut, output_dtype=output_dtype)
+        return expanded
 
 
 class _Mxfp4(Mxfp4HfQuantizer):  # type: ignore[misc]

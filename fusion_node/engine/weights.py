@@ -29,7 +29,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from fusion_node.engine.quantized import Quantization, resident_bytes
+from fusion_node.engine.quantized import Quantization, resident_bytes, tensor_bytes
 from fusion_node.errors import StoreCorrupted
 
 _SAFETENSORS_DTYPES = {
@@ -104,9 +104,9 @@ def fill(
             if tensor.shape != _tensor_of(model, name).shape and not is_quantized:
                 raise _wrong_shape(source, name, tensor, _tensor_of(model, name))
             _put(model, name, tensor)
-            num_bytes += tensor.nbytes
+            num_bytes += tensor_bytes(tensor)
             if on_tensor is not None:
-                on_tensor(name, tensor.nbytes)
+                on_tensor(name, tensor_bytes(tensor))
     for tied, origin in model.all_tied_weights_keys.items():
         # A checkpoint may hold both; then each is what it says.
         if _tensor_of(model, tied).is_meta:

@@ -24,7 +24,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.numerics import numerics_class
-from fusion_node.engine.quantized import METHODS, Quantization, expand_awq, expand_gptq, is_boundary_quantized
+from fusion_node.engine.quantized import (
+    METHODS,
+    Quantization,
+    expand_awq,
+    expand_gptq,
+    expected_bytes,
+    is_boundary_quantized,
+)
 from fusion_node.engine.session_log_core import SessionLog, StepRows
 from fusion_node.engine.stage import Stage, StepInput
 from fusion_node.errors import ConfigError, StoreCorrupted
@@ -387,8 +394,10 @@ def test_uneven_stages_of_a_quantised_checkpoint_equal_transformers(case: Case, 
     logits = run(model, stages, Boundary.load(model, numerics=FP32, device=CPU))
     assert np.abs(logits - expected).max() <= case.bound * np.abs(expected).max()
 
-    stored = sum(tensor.num_bytes for tensor in model.manifest.tensors if ".layers." in tensor.name)
     resident = sum(stage.num_weight_bytes for stage in stages)
+    in_layers = [tensor for tensor in model.manifest.tensors if ".layers." in tensor.name]
+    assert resident == pytest.approx(expected_bytes(model.config, in_layers, itemsize=4), rel=0.12)
+    stored = sum(tensor.num_bytes for tensor in in_layers)
     if METHODS[case.method].is_expanded:
         plain = sum(p.nbytes for name, p in reference.named_parameters() if name.endswith("_proj.weight"))
         assert resident > max(plain, 1.5 * stored)
