@@ -106,7 +106,8 @@ async def measure_swarm(stack: AsyncExitStack, model: StoredModel) -> tuple[Loca
     await local.wait_ready()
     ready_s = time.perf_counter() - began
     swarm = await stack.enter_async_context(
-        SwarmClient(model.name, peers=local.nodes[0].addresses, threads=1, mdns=False)
+        # Every answer is to be computed whole, also when its prompt was asked before.
+        SwarmClient(model.name, peers=local.nodes[0].addresses, threads=1, mdns=False, prefix_cache=False)
     )
     await swarm.find_route(64)
     return local, swarm, {"three_nodes_ready_s": ready_s, "and_found_by_a_user_s": time.perf_counter() - began}

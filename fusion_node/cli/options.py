@@ -16,6 +16,13 @@ Peers = Annotated[
     typer.Option("--peer", metavar="ADDR|INVITE", help="A node of the swarm to enter by. May be repeated."),
 ]
 Mdns = Annotated[bool, typer.Option("--mdns/--no-mdns", help="Look for nodes on the local network and this machine.")]
+PrefixCache = Annotated[
+    bool,
+    typer.Option(
+        "--prefix-cache/--no-prefix-cache",
+        help="Let the nodes keep what they computed of a conversation for some minutes, for its next question.",
+    ),
+]
 Home = Annotated[
     Path | None, typer.Option("--home", envvar="FUSION_HOME", help="Folder of the model store and the identity.")
 ]

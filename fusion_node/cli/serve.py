@@ -13,7 +13,7 @@ import structlog
 import typer
 
 from fusion_node.cli.logs import LogFormat, configure_logs
-from fusion_node.cli.options import Home, Mdns, Model, Numerics, Peers, Threads
+from fusion_node.cli.options import Home, Mdns, Model, Numerics, Peers, PrefixCache, Threads
 from p2p.addresses import check_bindable, is_loopback, parse_listen
 
 DEFAULT_LISTEN = "127.0.0.1:8080"
@@ -31,6 +31,7 @@ def serve(
     numerics: Numerics = "fp32",
     threads: Threads = None,
     mdns: Mdns = True,
+    prefix_cache: PrefixCache = True,
     home: Home = None,
     log_format: Annotated[LogFormat, typer.Option(help="auto is pretty on a terminal.")] = LogFormat.AUTO,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
@@ -41,7 +42,7 @@ def serve(
     if port:
         # Before anything heavy is loaded.
         check_bindable(host, port)
-    asyncio.run(_until_told_to_stop(_serve(model, peer or [], host, port, numerics, threads, mdns, home)))
+    asyncio.run(_until_told_to_stop(_serve(model, peer or [], host, port, numerics, threads, mdns, prefix_cache, home)))
 
 
 async def _serve(
@@ -52,13 +53,16 @@ async def _serve(
     numerics: str,
     threads: int | None,
     mdns: bool,
+    prefix_cache: bool,
     home: Path | None,
 ) -> None:
     """Serves until cancelled."""
     from fusion_node.client.swarm import SwarmClient
     from fusion_node.gateway.server import listening, make_app
 
-    async with SwarmClient(model, peers=peers, home=home, numerics=numerics, threads=threads, mdns=mdns) as swarm:
+    async with SwarmClient(
+        model, peers=peers, home=home, numerics=numerics, threads=threads, mdns=mdns, prefix_cache=prefix_cache
+    ) as swarm:
         await swarm.wait_loaded()
         app = make_app(swarm, aliases=[model], only_local=is_loopback(host))
         async with listening(app, host, port) as url:

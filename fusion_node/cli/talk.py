@@ -20,6 +20,7 @@ from fusion_node.cli.options import (
     Model,
     Numerics,
     Peers,
+    PrefixCache,
     RepetitionPenalty,
     Seed,
     Stop,
@@ -65,7 +66,7 @@ def generate(
 
     async def run() -> None:
         async with SwarmClient(
-            model, peers=peer or (), home=home, numerics=numerics, threads=threads, mdns=mdns
+            model, peers=peer or (), home=home, numerics=numerics, threads=threads, mdns=mdns, prefix_cache=False
         ) as swarm:
             answer = swarm.generate(text, params, raw=raw)
             pieces = []
@@ -102,6 +103,7 @@ def chat(
     numerics: Numerics = "fp32",
     threads: Threads = None,
     mdns: Mdns = True,
+    prefix_cache: PrefixCache = True,
     home: Home = None,
 ) -> None:
     """Talk with MODEL. An empty line or Ctrl-D ends; /new starts over."""
@@ -111,7 +113,13 @@ def chat(
 
     async def run() -> None:
         async with SwarmClient(
-            model, peers=peer or (), home=home, numerics=numerics, threads=threads, mdns=mdns
+            model,
+            peers=peer or (),
+            home=home,
+            numerics=numerics,
+            threads=threads,
+            mdns=mdns,
+            prefix_cache=prefix_cache,
         ) as swarm:
             await converse(swarm, params, system)
 
@@ -173,6 +181,7 @@ def describe(stats: GenerationStats) -> dict[str, Any]:
     return {
         "finish_reason": stats.finish_reason,
         "prompt_tokens": stats.prompt_tokens,
+        "cached_tokens": stats.cached_tokens,
         "completion_tokens": stats.completion_tokens,
         "token_ids": stats.token_ids,
         "seed": stats.seed,

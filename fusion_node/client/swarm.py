@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -21,9 +21,10 @@ import msgspec
 import structlog
 
 from fusion_node.client.connection import MeasuredNode, SwarmConnection, ways_in
+from fusion_node.client.prefix_cache_core import MIN_POSITIONS, PrefixCache, Remembered
 from fusion_node.client.sampling import SamplingParams, choose_token
 from fusion_node.client.session import Session
-from fusion_node.client.session_core import SessionCore, StepDone
+from fusion_node.client.session_core import Prefix, SessionCore, StepDone
 from fusion_node.client.text_stream import TextStream
 from fusion_node.client.tokenizer import ChatMessage, Tokenizer
 from fusion_node.engine.architectures import load_config, max_positions
@@ -33,9 +34,9 @@ from fusion_node.engine.numerics import NUMERICS, numerics_class
 from fusion_node.engine.tensor_codec import RowsNotFinite, decode_rows, encode_rows
 from fusion_node.errors import ConfigError, ContextTooLong, NoPeers, NoRoute, PeerError, RemoteProtocolError
 from fusion_node.store import ModelStore, StoredModel
-from fusion_node.types import LayerRange, PeerId
+from fusion_node.types import LayerRange, MonotonicS, PeerId
 from p2p.identity import Identity, short
-from p2p.messages import TensorMeta
+from p2p.messages import CloseSession, TensorMeta
 from p2p.records import PROTOCOL_VERSION, Plan, PlanStage, sign_plan
 from scheduler.planner import Candidate, Route, Uncovered, plan_route
 
@@ -86,6 +87,7 @@ class GenerationStats:
 
     Attributes:
         prompt_tokens, completion_tokens: counts; the end-of-sequence token is not counted.
+        cached_tokens: tokens of the prompt whose KV the nodes had from an earlier answer.
         time_to_first_token_s: from the call to the first token, opening the session included.
         finish_reason: ``stop`` (end of sequence or stop string), ``length``; None while running or after an error.
         seed: of the sampling noise.
@@ -93,6 +95,7 @@ class GenerationStats:
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int = 0
     time_to_first_token_s: float | None = None
     decode_s: float = 0.0
     finish_reason: str | None = None
@@ -131,6 +134,23 @@ class Generation:
 class _Routed:
     stages: tuple[tuple[MeasuredNode, LayerRange], ...]
 
+    @property
+    def places(self) -> tuple[tuple[PeerId, LayerRange], ...]:
+        return tuple((node.peer, layers) for node, layers in self.stages)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Answer(Remembered):
+    """The session of one answer, as long as another may begin like it."""
+
+    all_ids: list[int] = field(repr=False)
+    """``ids``, to be appended to."""
+    routed: _Routed = _Routed(())
+    is_kept: bool = False
+    """Its nodes were asked to keep it."""
+    prefilled: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
+    """Or it has come to its end."""
+
 
 class SwarmClient:
     """A user of one model in a swarm.
@@ -149,6 +169,8 @@ class SwarmClient:
         device: for the boundary.
         threads: torch threads of this process; None leaves torch's choice.
         mdns: whether to look for nodes on the local network and on this machine.
+        prefix_cache: ask the nodes to keep the KV of an answer for some minutes, and begin an answer whose prompt
+            begins like an earlier one with what they kept. Other users do not get at it.
         connection: an existing connection; it is used and not closed.
 
     Raises:
@@ -165,6 +187,7 @@ class SwarmClient:
         device: str = "cpu",
         threads: int | None = None,
         mdns: bool = True,
+        prefix_cache: bool = True,
         identity: Identity | None = None,
         connection: SwarmConnection | None = None,
     ) -> None:
@@ -178,6 +201,7 @@ class SwarmClient:
         )
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="boundary", initializer=prepare_thread)
         self._loading: asyncio.Future[tuple[Boundary, Tokenizer]] | None = None
+        self._prefixes: PrefixCache[_Answer] | None = PrefixCache() if prefix_cache else None
         self._avoid: dict[PeerId, float] = {}
         self._nodes: list[MeasuredNode] = []
         self._nodes_until = 0.0
@@ -204,6 +228,8 @@ class SwarmClient:
 
     async def aclose(self) -> None:
         """Leaves the swarm. Answers that are still running end with an error."""
+        if self._prefixes is not None:
+            self._tell_unneeded(entry for entry in self._prefixes.entries if entry.ended_at is not None)
         if self._owns_connection:
             await self.connection.aclose()
         if self._loading is not None:
@@ -279,10 +305,12 @@ class SwarmClient:
         stats.seed = params.seed if params.seed is not None else secrets.randbits(63)
         text = TextStream(tokenizer.decode, params.stop)
         async with AsyncExitStack() as stack:
-            session, routed = await self._open(stack, len(ids) + max_tokens)
-            work = _Work(ids, list(ids), params, stats, routed)
+            answer = await self._begin(stack, ids)
+            session = await self._open(stack, answer, len(ids) + max_tokens)
+            stats.cached_tokens = session.reused_positions
+            work = _Work(ids, answer, params, stats)
             first_at: float | None = None
-            async with aclosing(self._watched(self._tokens(session, work, max_tokens))) as tokens:
+            async with aclosing(self._watched(session, answer, self._tokens(session, work, max_tokens))) as tokens:
                 async for token in tokens:
                     now = time.perf_counter()
                     if first_at is None:
@@ -302,15 +330,48 @@ class SwarmClient:
             yield piece
         stats.finish_reason = stats.finish_reason or "length"
 
-    async def _watched(self, tokens: AsyncGenerator[int, None]) -> AsyncGenerator[int, None]:
+    async def _watched(
+        self, session: Session, answer: _Answer, tokens: AsyncGenerator[int, None]
+    ) -> AsyncGenerator[int, None]:
         """The same tokens; a node that ends them with an error is left out of the next plans."""
         async with aclosing(tokens):
             try:
                 async for token in tokens:
                     yield token
             except PeerError as error:
+                session.retain = answer.is_kept = False
                 self._note_failure(error)
                 raise
+
+    async def _begin(self, stack: AsyncExitStack, ids: list[int]) -> _Answer:
+        """Waits for an answer that is about to have computed the same beginning, if there is one."""
+        all_ids = list(ids)
+        answer = _Answer(ids=all_ids, all_ids=all_ids, num_prompt=len(ids))
+        if self._prefixes is not None:
+            while (other := self._prefixes.find_opening(ids)) is not None:
+                await other.prefilled.wait()
+            stack.enter_context(self._remembered(self._prefixes, answer))
+        return answer
+
+    @contextmanager
+    def _remembered(self, prefixes: PrefixCache[_Answer], answer: _Answer) -> Iterator[None]:
+        """Others may begin like this answer, and once it is over as long as its nodes keep it."""
+        self._tell_unneeded(prefixes.begin(answer))
+        try:
+            yield
+        finally:
+            answer.prefilled.set()
+            if answer.is_kept and answer.num_computed >= MIN_POSITIONS:
+                self._tell_unneeded(prefixes.end(answer, now=MonotonicS(time.monotonic())))
+            else:
+                prefixes.forget(answer)
+
+    def _tell_unneeded(self, answers: Iterable[_Answer]) -> None:
+        """Their nodes need not keep them. One that cannot be told drops them in time."""
+        for answer in answers:
+            for peer, _ in answer.stages:
+                if self.connection.links.is_connected(peer):
+                    self.connection.links.send(peer, CloseSession(answer.session, epoch=0))
 
     async def _on_compute(self, work: Callable[..., T], *arguments: object) -> T:
         """Runs on the compute thread."""
@@ -337,19 +398,24 @@ class SwarmClient:
             raise ConfigError("the prompt is empty: write at least one character")
         return min(max_tokens, self.max_context - prompt_tokens)
 
-    async def _open(self, stack: AsyncExitStack, num_positions: int) -> tuple[Session, _Routed]:
-        """Plans and opens a session; a node that refuses, is gone or is silent is left out of the next plan."""
+    async def _open(self, stack: AsyncExitStack, answer: _Answer, num_positions: int) -> Session:
+        """Plans and opens a session; a node that refuses, is gone or is silent is left out of the next plan.
+
+        Where a beginning of the prompt is known, its nodes come first.
+        """
+        found = None
+        if self._prefixes is not None:
+            found = self._prefixes.find(answer.ids, now=MonotonicS(time.monotonic()))
+        if found is not None and self._can_go_on(found[0].routed):
+            try:
+                return await self._open_over(found[0].routed, found, stack, answer, num_positions)
+            except PeerError as error:
+                self._note_failure(error)
+                log.info("planning anew", without=short(error.peer), reason=str(error))
         for attempt in range(MAX_OPEN_ATTEMPTS):
             routed = await self._route(num_positions)
-            plan = self._plan(routed, num_positions)
-            core = SessionCore(
-                plan,
-                sign_plan(plan, self.connection.identity),
-                row_size=self._hidden_size,
-                wire_dtype=self._numerics.wire_dtype,
-            )
             try:
-                return await stack.enter_async_context(Session(self.connection, core)), routed
+                return await self._open_over(routed, found, stack, answer, num_positions)
             except PeerError as error:
                 # Nothing has been computed yet, so whatever keeps one node from opening, another may serve.
                 self._note_failure(error)
@@ -357,6 +423,40 @@ class SwarmClient:
                     raise
                 log.info("planning again", without=short(error.peer), reason=str(error))
         raise AssertionError("not reached")
+
+    def _can_go_on(self, routed: _Routed) -> bool:
+        """Whether the nodes of an earlier answer are alive and have not refused lately."""
+        now, links = time.monotonic(), self.connection.links
+        return all(links.is_connected(peer) and self._avoid.get(peer, 0.0) < now for peer, _ in routed.places)
+
+    async def _open_over(
+        self,
+        routed: _Routed,
+        found: tuple[_Answer, int] | None,
+        stack: AsyncExitStack,
+        answer: _Answer,
+        num_positions: int,
+    ) -> Session:
+        plan = self._plan(routed, num_positions)
+        known, num_known = (None, 0) if found is None else found
+        prefix = None
+        if known is not None and known.stages == routed.places:
+            prefix = Prefix(known.session, num_known)
+        core = SessionCore(
+            plan,
+            sign_plan(plan, self.connection.identity),
+            row_size=self._hidden_size,
+            wire_dtype=self._numerics.wire_dtype,
+            prefix=prefix,
+        )
+        session = await stack.enter_async_context(Session(self.connection, core))
+        session.retain = answer.is_kept = self._prefixes is not None
+        answer.session, answer.stages, answer.routed = plan.session, routed.places, routed
+        answer.num_computed = session.num_computed
+        if known is not None and prefix is not None and self._prefixes is not None and not session.reused_positions:
+            # At least one of its nodes has dropped it, so it is no reason to prefer them any more.
+            self._prefixes.forget(known)
+        return session
 
     def _note_failure(self, error: PeerError) -> None:
         """The next plans do without that node if they can, and look around anew."""
@@ -457,13 +557,15 @@ class SwarmClient:
     async def _tokens(self, session: Session, work: _Work, max_tokens: int) -> AsyncGenerator[int, None]:
         boundary, _ = await self._loaded()
         done, tensor, payload = await self._prefill(session, work, boundary)
+        answer = work.answer
         for index in range(max_tokens):
-            work.note(done)
+            work.note(done, session)
+            answer.prefilled.set()
             is_last = index == max_tokens - 1
             try:
                 token, rows = await self._on_compute(self._advance, boundary, work, tensor, payload, is_last)
             except _RowRefused as error:
-                peer = work.routed.stages[-1][0].peer
+                peer = answer.stages[-1][0]
                 raise RemoteProtocolError(peer, f"node {short(peer)} returned a bad row: {error}") from error
             if rows is not None:
                 session.send(*rows, want_last=True)
@@ -474,17 +576,17 @@ class SwarmClient:
     async def _prefill(
         self, session: Session, work: _Work, boundary: Boundary
     ) -> tuple[StepDone, TensorMeta, memoryview]:
-        num_stages = len(work.routed.stages)
-        size = -(-len(work.prompt_ids) // (CHUNKS_PER_STAGE * num_stages))
+        num_stages = len(work.answer.stages)
+        ids = work.prompt_ids[session.reused_positions :]
+        size = -(-len(ids) // (CHUNKS_PER_STAGE * num_stages))
         size = min(max(size, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS)
-        for start in range(0, len(work.prompt_ids), size):
-            chunk = work.prompt_ids[start : start + size]
-            tensor, payload = await self._on_compute(self._embed, boundary, chunk)
+        for start in range(0, len(ids), size):
+            tensor, payload = await self._on_compute(self._embed, boundary, ids[start : start + size])
             while session.num_outstanding >= IN_FLIGHT_PER_STAGE * num_stages:
-                work.note((await session.next_done())[0])
-            session.send(tensor, payload, want_last=start + size >= len(work.prompt_ids))
+                work.note((await session.next_done())[0], session)
+            session.send(tensor, payload, want_last=start + size >= len(ids))
         while session.num_outstanding > 1:
-            work.note((await session.next_done())[0])
+            work.note((await session.next_done())[0], session)
         return await session.next_done()
 
     # on the compute thread
@@ -501,8 +603,9 @@ class SwarmClient:
         except RowsNotFinite as error:
             raise _RowRefused(str(error)) from error
         logits_V = boundary.logits(rows_TD)[0]
-        token = choose_token(logits_V, work.params, seed=work.stats.seed, position=len(work.all_ids), seen=work.all_ids)
-        work.all_ids.append(token)
+        seen = work.answer.all_ids
+        token = choose_token(logits_V, work.params, seed=work.stats.seed, position=len(seen), seen=seen)
+        seen.append(token)
         ends = is_last or (token in self._eos_ids and not work.params.ignore_eos)
         return token, None if ends else self._embed(boundary, [token])
 
@@ -516,16 +619,16 @@ class _Work:
     """What one answer carries from step to step."""
 
     prompt_ids: list[int] = field(repr=False)
-    all_ids: list[int] = field(repr=False)
+    answer: _Answer
     params: SamplingParams
     stats: GenerationStats
-    routed: _Routed
 
-    def note(self, done: StepDone) -> None:
+    def note(self, done: StepDone, session: Session) -> None:
         """Adds a step's timings to the report of each stage."""
+        self.answer.num_computed = session.num_computed
         old = self.stats.stages
         reports = []
-        for index, (node, layers) in enumerate(self.routed.stages):
+        for index, (node, layers) in enumerate(self.answer.routed.stages):
             timing = done.timings[index] if index < len(done.timings) else None
             before = old[index] if index < len(old) else None
             reports.append(

@@ -169,12 +169,19 @@ class FusionUsage(Struct, frozen=True):
     seed: int
 
 
+class PromptTokensDetails(Struct, frozen=True):
+    """Tokens of the prompt whose KV the nodes had from an earlier answer."""
+
+    cached_tokens: int
+
+
 class Usage(Struct, frozen=True):
     """Token counts; the end-of-sequence token is not counted."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
     fusion: FusionUsage
 
 

@@ -39,6 +39,7 @@ from fusion_node.gateway.openai_schema import (
     Completion,
     Delta,
     FusionUsage,
+    PromptTokensDetails,
     StageUsage,
     Usage,
     parse_chat_request,
@@ -321,6 +322,7 @@ def usage_of(stats: GenerationStats) -> Usage:
         prompt_tokens=stats.prompt_tokens,
         completion_tokens=stats.completion_tokens,
         total_tokens=stats.prompt_tokens + stats.completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(stats.cached_tokens),
         fusion=FusionUsage(
             plan=plan,
             time_to_first_token_s=None if first_s is None else round(first_s, 4),

@@ -107,6 +107,55 @@ async def test_sessions_at_once_answer_what_each_answers_alone(client: SwarmClie
     assert together == alone
 
 
+async def rows_computed(client: SwarmClient) -> list[float]:
+    nodes = await client.connection.measure(await client.connection.find(client.model.model_id))
+    return [(await client.connection.status_of(node))["rows"] for node in nodes]
+
+
+async def test_second_question_of_a_chat_computes_only_what_is_new(
+    test_home: Path, client: SwarmClient, three_nodes: Nodes
+) -> None:
+    short = SamplingParams(max_tokens=12, ignore_eos=True)
+    talk = [{"role": "user", "content": PROMPTS["list"] + "\nWhat do I buy first?"}]
+    first = client.chat(talk, short)
+    talk += [{"role": "assistant", "content": await first.text()}, {"role": "user", "content": "And then?"}]
+    before = await rows_computed(client)
+    second = client.chat(talk, short)
+    tokens = await tokens_of(second)
+    stats = second.stats
+    assert stats.cached_tokens >= first.stats.prompt_tokens // 16 * 16 > 100
+    num_new = stats.prompt_tokens - stats.cached_tokens + 12 - 1
+    assert await rows_computed(client) == [rows + num_new for rows in before]
+    # Another identity, and one that keeps nothing, begin from nothing and answer the same.
+    for prefix_cache in (True, False):
+        async with SwarmClient(
+            MODEL,
+            peers=three_nodes.current[0].addresses,
+            home=test_home,
+            mdns=False,
+            threads=1,
+            prefix_cache=prefix_cache,
+        ) as other:
+            for _ in range(1 if prefix_cache else 2):
+                fresh = other.chat(talk, short)
+                assert await tokens_of(fresh) == tokens
+                assert fresh.stats.cached_tokens == 0
+
+
+async def test_answers_to_one_prompt_at_once_compute_it_once(client: SwarmClient) -> None:
+    prompt = "Name five rivers and the seas they flow into, in alphabetical order. " * 8
+    size = len(await client.encode(prompt))
+    before = await rows_computed(client)
+    answers = [
+        client.generate(prompt, SamplingParams(max_tokens=4, temperature=1.0, seed=seed, ignore_eos=True))
+        for seed in range(3)
+    ]
+    await asyncio.gather(*(answer.text() for answer in answers))
+    cached = sorted(answer.stats.cached_tokens for answer in answers)
+    assert cached[1] == cached[2] == (size - 1) // 16 * 16
+    assert await rows_computed(client) == [rows + 3 * (size + 3) - sum(cached) for rows in before]
+
+
 async def test_answer_that_is_left_early_frees_its_session(client: SwarmClient) -> None:
     generation = client.generate(PROMPTS["english"], SamplingParams(max_tokens=400, ignore_eos=True), raw=True)
     async for _ in generation:

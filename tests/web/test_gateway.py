@@ -86,7 +86,7 @@ class FakeSwarm:
     async def _run(self, params: SamplingParams, stats: GenerationStats) -> AsyncGenerator[str, None]:
         self.num_open += 1
         try:
-            stats.prompt_tokens = 5
+            stats.prompt_tokens, stats.cached_tokens = 5, 3
             stats.stages = (StageReport(PeerId("12D3node"), LayerRange(0, 4), "cpu", 0.0125, 7, 0.07, 0.0),)
             text = TextStream(lambda ids: "".join(self.words[i % len(self.words)] for i in ids), params.stop)
             for index in range(len(self.words)):
@@ -165,6 +165,8 @@ async def test_answer_whole_has_text_usage_and_plan() -> None:
     assert (answer.object, answer.model) == ("chat.completion", "Tiny-Model")
     assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens) == (5, 7, 12)
+    assert answer.usage.prompt_tokens_details is not None
+    assert answer.usage.prompt_tokens_details.cached_tokens == 3
     assert answer.usage.model_extra == {
         "fusion": {
             "plan": [{"peer": "12D3node", "layers": "0:4", "round_trip_ms": 12.5, "compute_ms_per_step": 10.0}],
