@@ -105,6 +105,15 @@ class Group:
     mask: torch.Tensor | None = None
     is_causal: bool = False
     num_sequences: int = 1
+    _folded: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def folded_mask(self, times: int) -> torch.Tensor | None:
+        """The mask for so many query heads that stand one after the other as queries of one, ``[times * T, S]``."""
+        if self.mask is None or times == 1 or self.mask.shape[-2] == 1:
+            return self.mask
+        if times not in self._folded:
+            self._folded[times] = self.mask.repeat(times, 1)
+        return self._folded[times]
 
 
 @dataclass(slots=True)
@@ -250,25 +259,42 @@ def attend(
     # No fused kernel takes values of another size than keys for fewer heads: torch would repeat both for every head.
     is_fused = num_kv_heads == num_heads or keys_KSH.shape[2] == values_KSH.shape[2]
     if softcap is None and s_aux is None and (is_fused or num_tokens == 1):
-        if num_tokens == 1:
-            # One token sees every slot, so the G query heads of a KV head can stand as G queries: no repeated keys.
-            grouped = query_BNTH.reshape(num_sequences, num_kv_heads, num_heads // num_kv_heads, -1)
-            out = F.scaled_dot_product_attention(
-                grouped, keys_BKSH, values_BKSH, attn_mask=group.mask, scale=scaling
-            ).reshape(num_sequences, num_heads, 1, -1)
-        else:
-            out = F.scaled_dot_product_attention(
-                query_BNTH,
-                keys_BKSH,
-                values_BKSH,
-                attn_mask=group.mask,
-                is_causal=group.is_causal,
-                scale=scaling,
-                enable_gqa=num_kv_heads != num_heads,
-            )
+        out = _attend_fused(query_BNTH, keys_BKSH, values_BKSH, group, scaling)
     else:
         out = _attend_manually(query_BNTH, keys_BKSH, values_BKSH, group, scaling, softcap, s_aux)
-    return out.permute(2, 0, 1, 3) if num_sequences > 1 else out.transpose(1, 2)
+    # Contiguous, as some classes take it for granted.
+    return (out.permute(2, 0, 1, 3) if num_sequences > 1 else out.transpose(1, 2)).contiguous()
+
+
+def _attend_fused(
+    query_BNTH: torch.Tensor, keys_BKSH: torch.Tensor, values_BKSH: torch.Tensor, group: Group, scaling: float
+) -> torch.Tensor:
+    """Returns ``[B, N, T, H]``.
+
+    Never by ``enable_gqa`` where there is a mask, nor on a CPU: torch then takes no fused kernel.
+    """
+    num_sequences, num_heads, num_tokens, _ = query_BNTH.shape
+    num_kv_heads = keys_BKSH.shape[1]
+    num_groups = num_heads // num_kv_heads
+    if group.is_causal and num_groups > 1:
+        is_repeated = query_BNTH.device.type == "cpu"
+        if is_repeated:
+            # Little, as a causal group has no more slots than tokens.
+            keys_BKSH, values_BKSH = (t.repeat_interleave(num_groups, dim=1) for t in (keys_BKSH, values_BKSH))
+        return F.scaled_dot_product_attention(
+            query_BNTH, keys_BKSH, values_BKSH, is_causal=True, scale=scaling, enable_gqa=not is_repeated
+        )
+    # The G query heads of a KV head stand as G times as many queries: no key is repeated.
+    folded = query_BNTH.reshape(num_sequences, num_kv_heads, num_groups * num_tokens, -1)
+    out = F.scaled_dot_product_attention(
+        folded,
+        keys_BKSH,
+        values_BKSH,
+        attn_mask=group.folded_mask(num_groups),
+        is_causal=group.is_causal,
+        scale=scaling,
+    )
+    return out.reshape(num_sequences, num_heads, num_tokens, -1)
 
 
 def _attend_manually(

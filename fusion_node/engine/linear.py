@@ -3,7 +3,7 @@
 torch hands ``x @ W.T`` to a BLAS whose parallel loop runs over the rows of its first operand. A decode step has one
 row, so one core does all the work, and a step of a few rows fares little better. With the output features as rows,
 ``W @ x.T``, every core reads its own part of the weights: measured on two cores with weights out of cache, 1.9 times as
-fast for one row, 2.5 for four, 1.7 for sixteen, 1.1 for 256.
+fast for one row, 2.5 for four, 1.7 for sixteen.
 
 Shapes: T tokens, I input features, O output features, C chunks of output features.
 """
@@ -14,6 +14,9 @@ import torch
 
 _BATCHED_UP_TO_TOKENS = 8
 """Up to here a batched product over chunks of the weights is the faster form, above it one product is."""
+
+_PLAIN_FROM_TOKENS = 128
+"""From here on torch's own form keeps all cores busy, and its outputs lie as what follows likes them."""
 
 _NUM_CHUNKS = (8, 4, 2)
 """Of output features: the first that divides them. More chunks than cores, so that a slower core takes fewer."""
@@ -29,6 +32,8 @@ class SplitLinear(torch.nn.Linear):
         """Takes ``[..., T, I]``, returns ``[..., T, O]``, for several tokens as a transposed view unless told."""
         x_TI = input.reshape(-1, input.shape[-1])
         num_tokens = x_TI.shape[0]
+        if num_tokens >= _PLAIN_FROM_TOKENS:
+            return super().forward(input)
         if num_tokens <= _BATCHED_UP_TO_TOKENS:
             weight_COI = self.weight.view(self.num_chunks, -1, self.in_features)
             y_OT = torch.bmm(weight_COI, x_TI.t().expand(self.num_chunks, -1, -1)).flatten(0, 1)
