@@ -30,6 +30,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 from fusion_node.engine.forward_time_core import ForwardTime
@@ -95,7 +96,8 @@ MAX_GROW_AFTER = 1024
 """The same after repeated failures: each doubles the wait, so that a true limit costs one forward in a thousand."""
 
 MAX_GROUPS = 64
-"""Layer ranges whose forward time is remembered; others use the average of all."""
+"""Layer ranges whose forward time is remembered: the first, which is the node's own, and those that ran last. Others
+use the average of all."""
 
 _GAP_RISE = 0.25
 """Weight of a longer gap between two steps in its estimate. A shorter one counts at once: haste is never punished."""
@@ -398,6 +400,7 @@ class BatchingCore:
         self._deadlines: list[tuple[float, int, _Session, _Entry]] = []
         self._num_added = 0
         self._times: dict[Hashable, ForwardTime] = {}
+        """The first that was learned, then by when they were used last."""
         self._overall = ForwardTime()
         self._bulk_s = 0.0
         """Seconds that all forwards together took longer than their decodes alone would have."""
@@ -447,9 +450,14 @@ class BatchingCore:
 
     def learn(self, group: Hashable, num_rows: int, seconds: float) -> None:
         """Takes a forward that was measured elsewhere, as when a node warms up. ``done`` does so by itself."""
-        if group not in self._times and len(self._times) >= MAX_GROUPS:
-            del self._times[next(iter(self._times))]
-        self._times.setdefault(group, ForwardTime()).learn(num_rows, seconds)
+        time = self._times.get(group)
+        if time is None:
+            if len(self._times) >= MAX_GROUPS:
+                del self._times[next(islice(self._times, 1, None))]
+            time = self._times[group] = ForwardTime()
+        elif group != next(iter(self._times)):
+            self._times[group] = self._times.pop(group)
+        time.learn(num_rows, seconds)
         self._overall.learn(num_rows, seconds)
 
     def done(self, batch: Batch, *, seconds: float, now: float) -> list[Work]:

@@ -14,6 +14,7 @@ from fusion_node.engine.batching_core import (
     GROW_AFTER,
     MAX_BATCH_SLOWDOWN,
     MAX_BATCH_WAIT_S,
+    MAX_GROUPS,
     MAX_IDLE_USERS,
     MAX_SERVICE_LEAD_S,
     MAX_SKIPPED_BATCH_FORWARDS,
@@ -327,6 +328,18 @@ def test_prefill_of_other_layers_comes_between_decodes() -> None:
             assert seconds_of(batch.num_rows) <= MAX_SLOWDOWN * seconds_of(1)
     assert groups.count(B) >= 16 // (MAX_SKIPPED_FORWARDS + 1)
     assert groups.count(A) >= 8
+
+
+def test_strangers_layer_ranges_do_not_displace_what_a_node_learned_of_its_own() -> None:
+    batching = core(groups=[A, B])
+    add(batching, *(work(f"x{n}", group=f"range {n}") for n in range(2 * MAX_GROUPS)))
+    for number in range(2 * MAX_GROUPS):
+        batching.done(batch_of(batching), seconds=1.0, now=float(number))
+        batching.learn(B, 1, seconds_of(1))
+    prefill, step = Work("p1", "p", 8_000, A), Work("a1", "a", 1, A)
+    add(batching, prefill, step, Work("q1", "q", 8_000, B), Work("b1", "b", 1, B))
+    for batch in (batch_of(batching), batch_of(batching)):
+        assert seconds_of(5) < seconds_of(batch.num_rows) <= MAX_SLOWDOWN * seconds_of(1)
 
 
 # Fairness.
