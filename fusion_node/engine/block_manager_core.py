@@ -8,7 +8,8 @@ Guarantees:
   holds slots of its own beside shared ones is copied first, or taken from the retained tables that still hold it.
 - Blocks are shared within one owner only. A prefix of somebody else is answered exactly as one that never existed:
   sharing between users would let one find out by timing what another has sent.
-- One block costs O(number of free extents); a step that needs no new block costs O(1).
+- A step that needs no new block, or whose next block is free, costs O(1). A new run costs at most two looks at every
+  free extent, MAX_DROPPED_FOR_A_RUN blocks of retained tables, and those that must go for there to be room at all.
 
 Assumes: one caller. Slots that are shared are final: the source of a fork or of a prefix writes nothing below it any
 more (in a session's log: it is not above ``num_committed``).
@@ -27,7 +28,8 @@ States of a table: open, retained (read-only, may vanish at any time), gone. No 
 
 Source: paged attention (Kwon et al. 2023), with whole-sequence reservations instead of preemption. Still ugly: a
 retained table is dropped as a whole though its front might live on, and whether it is still there tells its owner a
-little about how busy the others are, as every cache of bounded size does. The file is long because the calls share one
+little about how busy the others are, as every cache of bounded size does; who comes under many names can make the
+others' retained tables go, at the price of computing as many of its own. The file is long because the calls share one
 accounting, and because a third of it is docstrings and checks.
 """
 
@@ -35,7 +37,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from fusion_node.errors import LocalProtocolError
@@ -45,6 +47,14 @@ BLOCK_SLOTS = 16
 
 MAX_RETAINED_PER_OWNER = 16
 """Conversations of one user whose beginning is kept for the next question."""
+
+MAX_RETAINED = 1024
+"""Of all users together. Names cost nothing, so the limit per user bounds nothing, and every retained table is a piece
+more between which the free blocks lie. 64 users with all their conversations; beyond, the least recently used go."""
+
+MAX_DROPPED_FOR_A_RUN = 4096
+"""Blocks of retained tables that may be dropped, on the event loop, only so that a table lies in one run: 2 to 8 ms, by
+their number. A table for which that is not enough begins in a shorter run, and is laid with the next."""
 
 UNDISTURBED_SHARE = 0.125
 """Of the pool: what retained tables hold beyond it, the oldest give up as soon as an open table would lie in pieces.
@@ -122,9 +132,10 @@ class _FreeExtents:
         self.start_of: dict[int, int] = {}
         self.num_blocks = 0
 
-    def add(self, start: int, stop: int) -> None:
+    def add(self, start: int, stop: int) -> int:
+        """Frees ``[start, stop)``. Returns where the extent begins of which that is a part now."""
         if start == stop:
-            return
+            return start
         self.num_blocks += stop - start
         left = self.start_of.pop(start, None)
         if left is not None:
@@ -134,6 +145,7 @@ class _FreeExtents:
             stop = right
         self.stop_of[start] = stop
         self.start_of[stop] = start
+        return start
 
     def take(self, extent: int, start: int, count: int) -> None:
         """Takes ``count`` blocks from ``start`` on out of the extent that begins at ``extent``."""
@@ -150,6 +162,9 @@ class BlockManager:
     Args:
         num_blocks: physical blocks of the pool.
         block_slots: slots of a block; physical slot = block * block_slots + offset.
+
+    Attributes:
+        num_looked_at: free extents, and blocks of retained tables, that finding places for runs has taken so far.
     """
 
     def __init__(
@@ -158,12 +173,15 @@ class BlockManager:
         *,
         block_slots: int = BLOCK_SLOTS,
         max_retained_per_owner: int = MAX_RETAINED_PER_OWNER,
+        max_retained: int = MAX_RETAINED,
     ) -> None:
         if num_blocks < 0 or block_slots < 1:
             raise LocalProtocolError(f"no pool has {num_blocks} blocks of {block_slots} slots")
         self.num_blocks = num_blocks
         self.block_slots = block_slots
+        self.num_looked_at = 0
         self._max_retained_per_owner = max_retained_per_owner
+        self._max_retained = max_retained
         self._tables: dict[Hashable, _Table] = {}
         self._retained: dict[tuple[str, Hashable], _Retained] = {}
         """Least recently retained or reused first."""
@@ -420,8 +438,9 @@ class BlockManager:
             How many were freed; fewer when no more are evictable.
         """
         before = self._free.num_blocks
+        victims = self._victims()
         while self._free.num_blocks - before < num_blocks and self.evictable_blocks:
-            self._evict_one()
+            self._unretain(next(victims))
         return self._free.num_blocks - before
 
     def resize(self, num_blocks: int) -> tuple[BlockCopy, ...]:
@@ -447,7 +466,7 @@ class BlockManager:
             for index, block in enumerate(behind):
                 extent = target = target + 1
                 if index == 0 or target not in self._free.stop_of:
-                    extent, target, _ = self._find(len(behind) - index)
+                    extent, target, _ = self._find(len(behind) - index, self._free.stop_of.items())
                 self._free.take(extent, target, 1)
                 moved[block] = target
         self.num_blocks = new
@@ -566,10 +585,11 @@ class BlockManager:
                 _store(self._holders, block, self._holders[block] - 1)
         self._release(blocks)
 
-    def _drop_keeper(self, blocks: Sequence[int]) -> None:
+    def _drop_keeper(self, blocks: Sequence[int]) -> list[int]:
+        """Returns where the free extents begin that have grown by this."""
         for block in blocks:
             _store(self._keepers, block, self._keepers[block] - 1)
-        self._release(blocks)
+        return self._release(blocks)
 
     # --- retained tables
 
@@ -583,24 +603,30 @@ class BlockManager:
         self._retained[retained.owner, retained.key] = retained
         if len(ours) > self._max_retained_per_owner:
             self._unretain(next(iter(ours.values())))
+        elif len(self._retained) > self._max_retained:
+            self._unretain(next(iter(self._retained.values())))
 
     def _touch(self, owner: str, key: Hashable) -> None:
         self._retained[owner, key] = self._retained.pop((owner, key))
         ours = self._retained_of[owner]
         ours[key] = ours.pop(key)
 
-    def _evict_one(self) -> None:
-        """Drops the oldest retained table that holds an evictable block."""
-        for retained in self._retained.values():
+    def _victims(self) -> Iterator[_Retained]:
+        """The retained tables that hold an evictable block, the oldest first; each is to be dropped when it is taken.
+
+        Raises:
+            LocalProtocolError: there is none any more.
+        """
+        for retained in list(self._retained.values()):
             # Who holds a block holds all before it, so the last one tells whether any is held by retained tables only.
             if retained.blocks[-1] not in self._holders:
-                self._unretain(retained)
-                return
+                yield retained
         raise LocalProtocolError("blocks are promised that are not there")
 
-    def _unretain(self, retained: _Retained) -> None:
+    def _unretain(self, retained: _Retained) -> list[int]:
+        """Returns where the free extents begin that have grown by this."""
         self._unlist(retained)
-        self._drop_keeper(retained.blocks)
+        return self._drop_keeper(retained.blocks)
 
     def _unlist(self, retained: _Retained) -> None:
         del self._retained[retained.owner, retained.key]
@@ -615,8 +641,9 @@ class BlockManager:
         """Adds blocks at the end: behind the last one if that is free, else where all that may still come fits."""
         if count <= 0:
             return
+        victims = self._victims()
         while self._free.num_blocks < count:
-            self._evict_one()
+            self._unretain(next(victims))
         self._untail(table)
         size, blocks = self.block_slots, table.blocks
         while count:
@@ -641,23 +668,38 @@ class BlockManager:
         """Where a run of up to ``wanted`` blocks begins: the free extent, and the block in it.
 
         Retained tables make room: as many as it takes to have a block at all, and to have a whole run as long as they
-        hold more than their share.
+        hold more than their share and little enough has been dropped for it.
         """
-        while True:
-            extent, start, fits = self._find(wanted)
-            if start >= 0 and (fits or self.evictable_blocks <= UNDISTURBED_SHARE * self.num_blocks):
-                return extent, start
-            self._evict_one()
+        extent, start, fits = self._find(wanted, self._free.stop_of.items())
+        if fits:
+            return extent, start
+        must, num_dropped = start < 0, 0
+        victims = self._victims()
+        while must or (
+            num_dropped < MAX_DROPPED_FOR_A_RUN and self.evictable_blocks > UNDISTURBED_SHARE * self.num_blocks
+        ):
+            victim = next(victims)
+            num_dropped += len(victim.blocks)
+            # What did not fit before fits only where something was freed now.
+            stop_of = self._free.stop_of
+            grown = [(first, stop_of[first]) for first in self._unretain(victim) if first in stop_of]
+            extent, start, fits = self._find(wanted, grown)
+            if fits:
+                break
+            must = must and not grown
+        self.num_looked_at += num_dropped
+        return (extent, start) if fits else self._find(wanted, self._free.stop_of.items())[:2]
 
-    def _find(self, wanted: int) -> tuple[int, int, bool]:
-        """The smallest extent that has ``wanted`` blocks behind what the table in front of it may still add.
+    def _find(self, wanted: int, extents: Collection[tuple[int, int]]) -> tuple[int, int, bool]:
+        """The smallest of the extents that has ``wanted`` blocks behind what the table in front of it may still add.
 
         If there is none, the place with the most room behind it, half of the extent being left to the table in front.
         """
+        self.num_looked_at += len(extents)
         best = widest = (-1, -1)
         best_room = widest_room = 0
         tails = self._tails
-        for start, stop in self._free.stop_of.items():
+        for start, stop in extents:
             neighbour = tails.get(start - 1)
             claim = 0 if neighbour is None else neighbour.growth
             room = stop - start - claim
@@ -689,18 +731,26 @@ class BlockManager:
             if index == 0 or block != blocks[index - 1] + 1
         ]
 
-    def _release(self, blocks: Sequence[int]) -> None:
-        """Frees those of the blocks that nobody holds any more."""
+    def _release(self, blocks: Sequence[int]) -> list[int]:
+        """Frees those of the blocks that nobody holds any more.
+
+        Returns:
+            Where the free extents begin that have grown; some may have become part of another since.
+        """
         holders, keepers = self._holders, self._keepers
         start = stop = 0
+        grown: list[int] = []
         for block in blocks:
             if block in holders or block in keepers:
                 continue
             if block != stop:
-                self._free.add(start, stop)
+                if start != stop:
+                    grown.append(self._free.add(start, stop))
                 start = block
             stop = block + 1
-        self._free.add(start, stop)
+        if start != stop:
+            grown.append(self._free.add(start, stop))
+        return grown
 
     def _block_lists(self) -> Iterator[list[int]]:
         for table in self._tables.values():
@@ -777,6 +827,8 @@ class BlockManager:
             raise ValueError("the two views of the retained tables differ")
         if any(len(keys) > self._max_retained_per_owner for keys in by_owner.values()):
             raise ValueError("an owner has too many retained tables")
+        if len(self._retained) > self._max_retained:
+            raise ValueError("there are too many retained tables")
 
     def _check_counts(self) -> None:
         owners: dict[int, str] = {}

@@ -13,7 +13,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from fusion_node.engine.block_manager_core import BLOCK_SLOTS, BlockCopy, BlockManager, NoRoom, SlotMove
+from fusion_node.engine.block_manager_core import (
+    BLOCK_SLOTS,
+    MAX_DROPPED_FOR_A_RUN,
+    BlockCopy,
+    BlockManager,
+    NoRoom,
+    SlotMove,
+)
 from fusion_node.errors import LocalProtocolError
 
 
@@ -229,6 +236,56 @@ def test_retained_tables_make_way_for_one_piece_but_for_their_share() -> None:
     assert (len(manager.runs("x", 128)), manager.num_retained) == (2, 1)
 
 
+def full_of_retained_tables(num_blocks: int, blocks_each: int, *, seed: int = 0) -> BlockManager:
+    """Every block is retained, by tables of many users that ended in another order than they began."""
+    manager = BlockManager(num_blocks, max_retained=num_blocks)
+    keys = list(range(num_blocks // blocks_each))
+    for key in keys:
+        opened_slots = blocks_each * BLOCK_SLOTS
+        assert manager.open(key, owner=f"user {key // 16}", max_slots=opened_slots) == 0
+        manager.extend(key, opened_slots, first_written=0)
+    random.Random(seed).shuffle(keys)
+    for key in keys:
+        manager.close(key, retain=True)
+    return manager
+
+
+@pytest.mark.parametrize(("num_blocks", "blocks_each"), [(4000, 2), (8000, 4), (16000, 16)])
+def test_room_for_one_run_is_made_within_a_bound(num_blocks: int, blocks_each: int) -> None:
+    manager = full_of_retained_tables(num_blocks, blocks_each)
+    num_before, looked_before = manager.num_retained, manager.num_looked_at
+    assert manager.open("x", owner="xi", max_slots=512 * BLOCK_SLOTS) == 0
+    manager.extend("x", 1, first_written=0)
+    num_evicted = num_before - manager.num_retained
+    num_dropped = num_evicted * blocks_each
+    assert num_dropped > 512
+    # One of them for there to be a block at all.
+    assert num_dropped <= blocks_each + MAX_DROPPED_FOR_A_RUN
+    # Every block dropped, the one place that each table left, and the free extents (no more than these) in the end.
+    assert manager.num_looked_at - looked_before <= num_dropped + 3 * num_evicted
+
+
+def test_bounded_eviction_splits_a_table_rather_than_to_go_on() -> None:
+    manager = full_of_retained_tables(8000, 4)
+    assert manager.open("x", owner="xi", max_slots=7000 * BLOCK_SLOTS) == 0
+    for num_slots in (1, 7000 * BLOCK_SLOTS):
+        manager.extend("x", num_slots, first_written=0)
+        manager.check_integrity()
+    assert len(manager.runs("x", 7000 * BLOCK_SLOTS)) > 1
+
+
+def test_retained_tables_of_all_owners_together_are_limited() -> None:
+    manager = BlockManager(64, max_retained=3)
+    for key in "abcde":
+        manager.close(opened(manager, key, 16, owner=key, num_slots=16), retain=True)
+        manager.check_integrity()
+    assert [manager.is_retained(key, owner=key) for key in "abcde"] == [False, False, True, True, True]
+    # Used again, "c" is the youngest.
+    manager.open("f", owner="c", max_slots=32, prefix=("c", 16))
+    manager.close(opened(manager, "g", 16, owner="g", num_slots=16), retain=True)
+    assert [manager.is_retained(key, owner=key) for key in "cdeg"] == [True, False, True, True]
+
+
 def test_retained_content_yields_to_a_writer_without_a_copy() -> None:
     manager = BlockManager(5)
     opened(manager, "x", 32, num_slots=32)
@@ -390,7 +447,9 @@ class Model:
     """What every table must hold, and a device that only copies, moves and writes. Each write is a token of its own."""
 
     def __init__(self, num_blocks: int, per_owner: int) -> None:
-        self.manager = BlockManager(num_blocks, block_slots=SIZE, max_retained_per_owner=per_owner)
+        self.manager = BlockManager(
+            num_blocks, block_slots=SIZE, max_retained_per_owner=per_owner, max_retained=2 * per_owner - 1
+        )
         self.seen: Counter[str] = Counter()
         self.tokens = itertools.count()
         self.device: dict[int, int] = {}
