@@ -99,6 +99,9 @@ MAX_GROUPS = 64
 """Layer ranges whose forward time is remembered: the first, which is the node's own, and those that ran last. Others
 use the average of all."""
 
+_MIN_COMPACTED = 64
+"""Deadlines that may be kept although nothing waits for them."""
+
 _GAP_RISE = 0.25
 """Weight of a longer gap between two steps in its estimate. A shorter one counts at once: haste is never punished."""
 
@@ -201,12 +204,13 @@ class BatchingStatus:
 @dataclass(slots=True, eq=False)
 class _Entry:
     work: Work
+    number: int
+    """In the order in which all works came."""
     bulk_before_s: float
     """What the core had spent on prefill when the step came."""
     issued: int = 0
     """Rows in flight or done."""
     done: int = 0
-    has_begun: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -397,7 +401,10 @@ class BatchingCore:
         """The least service among those who wait, at its highest."""
         self._flights: dict[Batch, _Flight] = {}
         self._num_issued = 0
-        self._deadlines: list[tuple[float, int, _Session, _Entry]] = []
+        self._deadlines: list[tuple[float, int]] = []
+        """A heap, with the numbers of works. It outlives them, so it holds none of them."""
+        self._not_begun: dict[int, _Session] = {}
+        """By number: the works with a deadline that matters still."""
         self._num_added = 0
         self._times: dict[Hashable, ForwardTime] = {}
         """The first that was learned, then by when they were used last."""
@@ -440,12 +447,14 @@ class BatchingCore:
             session.user.service_s = max(session.user.service_s, least_s)
         if work.priority is Priority.BATCH and not self._waits(Priority.BATCH):
             self._batch_served_at, self._num_skipped_batch = now, 0
-        entry = _Entry(work, self._bulk_s)
+        self._num_added += 1
+        entry = _Entry(work, self._num_added, self._bulk_s)
         session.entries.append(entry)
         self._count(session, work.num_rows)
-        self._num_added += 1
         if work.deadline is not None:
-            heapq.heappush(self._deadlines, (work.deadline, self._num_added, session, entry))
+            self._not_begun[entry.number] = session
+            heapq.heappush(self._deadlines, (work.deadline, entry.number))
+            self._compact_deadlines()
         return None
 
     def learn(self, group: Hashable, num_rows: int, seconds: float) -> None:
@@ -537,7 +546,7 @@ class BatchingCore:
 
     def get_timer(self) -> float | None:
         """When to call ``handle_timer`` and then, if a device is idle, ``next_batch``."""
-        while self._deadlines and not self._is_pending(self._deadlines[0][2], self._deadlines[0][3]):
+        while self._deadlines and self._deadlines[0][1] not in self._not_begun:
             heapq.heappop(self._deadlines)
         times = [self._deadlines[0][0]] if self._deadlines else []
         if self._held_until is not None:
@@ -550,8 +559,8 @@ class BatchingCore:
         """Drops the sessions with a work that was to begin by now and has not. Returns all that they had left."""
         late: list[Work] = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            _, _, session, entry = heapq.heappop(self._deadlines)
-            if self._is_pending(session, entry):
+            session = self._not_begun.get(heapq.heappop(self._deadlines)[1])
+            if session is not None:
                 late += self._drop(session)
         return late
 
@@ -758,7 +767,7 @@ class BatchingCore:
         for part in draft.parts:
             num_rows = part.stop - part.start
             part.entry.issued = part.stop
-            part.entry.has_begun = True
+            self._not_begun.pop(part.entry.number, None)
             self._count(part.session, -num_rows)
             self._charge(part.session.user, row_s * num_rows)
             flights = part.session.flights
@@ -851,6 +860,9 @@ class BatchingCore:
             for s in held.values()
         ):
             raise ValueError("a session that is gone is still held")
+        numbers = {entry.number: s for s in self._sessions.values() for entry in s.entries if not entry.done}
+        if any(numbers.get(number) is not session for number, session in self._not_begun.items()):
+            raise ValueError("a deadline is kept for a work that has begun or is gone")
 
     # small things
 
@@ -879,7 +891,12 @@ class BatchingCore:
                 self._forget_user(user)
             elif len(self._idle_users) > MAX_IDLE_USERS:
                 self._forget_user(next(iter(self._idle_users.values())))
-        return [entry.work for entry in session.entries]
+        works = [entry.work for entry in session.entries]
+        for entry in session.entries:
+            self._not_begun.pop(entry.number, None)
+        # Batches in flight hold the session, which may have brought far more than what is in them.
+        session.entries.clear()
+        return works
 
     def _forget_user(self, user: _User) -> None:
         del self._idle_users[user.name, user.priority]
@@ -930,8 +947,10 @@ class BatchingCore:
         most = self._virtual_s[user.priority] + MAX_SERVICE_LEAD_S
         user.service_s = min(user.service_s + seconds, most)
 
-    def _is_pending(self, session: _Session, entry: _Entry) -> bool:
-        return not session.is_gone and not entry.has_begun
+    def _compact_deadlines(self) -> None:
+        if len(self._deadlines) > 2 * len(self._not_begun) + _MIN_COMPACTED:
+            self._deadlines = [each for each in self._deadlines if each[1] in self._not_begun]
+            heapq.heapify(self._deadlines)
 
     def _land(self, batch: Batch) -> _Flight:
         flight = self._flights.pop(batch, None)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import tracemalloc
+import weakref
 from collections.abc import Iterable
 
 import pytest
@@ -611,6 +614,53 @@ def test_late_work_takes_what_follows_it_along() -> None:
     add(batching, late, after)
     assert batching.handle_timer(now=2.0) == [late, after]
     assert batching.next_batch(now=2.0) is None
+
+
+class Frame:
+    """A payload that can be watched."""
+
+
+def test_steps_that_are_over_leave_no_frame_behind() -> None:
+    batching = core(max_rows=4)
+    # A deadline that stays in front of all others, and a forward that stays in flight.
+    add(batching, work("old1", group=B, priority=Priority.BATCH, deadline=1.0))
+    frames: weakref.WeakSet[Frame] = weakref.WeakSet()
+
+    def framed(session: str) -> None:
+        frame = Frame()
+        frames.add(frame)
+        add(batching, Work(session, session, 4, A, deadline=20.0, payload=frame))
+
+    framed("done")
+    finish(batching, batch_of(batching))
+    framed("cancelled")
+    batching.cancel("cancelled")
+    framed("in flight")
+    framed("in flight")
+    batch = batch_of(batching)
+    assert batch.num_rows == 4
+    batching.cancel("in flight")
+    gc.collect()
+    assert list(frames) == [batch.pieces[0].work.payload]
+
+
+def test_memory_of_deadlines_is_bounded_by_the_steps_that_wait() -> None:
+    batching = core()
+    add(batching, work("old1", group=B, priority=Priority.BATCH, deadline=1.0))
+    tracemalloc.start()
+    try:
+        for number in range(2_000):
+            if number == 1_000:
+                before, _ = tracemalloc.get_traced_memory()
+            add(batching, work("x1", deadline=20.0))
+            batching.cancel("x1")
+        after, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after - before < 20_000
+    add(batching, work("x1", deadline=0.5))
+    assert batching.get_timer() == 0.5
+    assert [each.session for each in batching.handle_timer(now=1.0)] == ["x1", "old1"]
 
 
 # Bounds.
