@@ -40,7 +40,8 @@ MAX_ROWS = 512
 """Rows of one forward. Beyond it nothing is won: the linears of every device at hand are compute-bound well before."""
 
 MAX_WAITING_ROWS = 16_384
-"""Rows that wait for the device, all sessions together: 256 MiB at hidden size 8,192 in fp16."""
+"""Rows that wait for the device, all sessions together: 256 MiB at hidden size 8,192 in fp16. A session with nothing
+else waiting may add a step of MAX_DECODE_ROWS beyond it, or else who fills the queue would end everybody's answers."""
 
 MAX_USER_WAITING_SHARE = 0.5
 """Of MAX_WAITING_ROWS, for one user: somebody who fills the queue does not keep all others out."""
@@ -117,7 +118,7 @@ class Overload(enum.StrEnum):
     """Why a step is not taken. The user can go elsewhere."""
 
     NODE = "node-overloaded"
-    """MAX_WAITING_ROWS wait already."""
+    """MAX_WAITING_ROWS wait already, and the step is no decode of a session that waits for nothing else."""
     USER = "user-overloaded"
     """The user's own share of them waits already."""
 
@@ -176,7 +177,7 @@ class BatchLimits:
 
     Attributes:
         max_rows: of one forward.
-        max_waiting_rows: of all sessions together.
+        max_waiting_rows: of all sessions together, but for a small step of each.
     """
 
     max_rows: int = MAX_ROWS
@@ -431,11 +432,13 @@ class BatchingCore:
         """
         if work.num_rows < 1:
             raise LocalProtocolError("a step has at least one row")
-        if self._num_waiting + work.num_rows > self.limits.max_waiting_rows:
+        found = self._sessions.get(work.session)
+        is_small = work.num_rows <= MAX_DECODE_ROWS and (found is None or not found.num_waiting)
+        if self._num_waiting + work.num_rows > self.limits.max_waiting_rows and not is_small:
             return Overload.NODE
         if self._rows_of.get(work.user, 0) + work.num_rows > self.limits.max_waiting_rows * MAX_USER_WAITING_SHARE:
             return Overload.USER
-        session = self._sessions.get(work.session) or self._open(work)
+        session = found or self._open(work)
         if session.group != work.group or (session.user.name, session.priority) != (work.user, work.priority):
             raise LocalProtocolError("a session keeps its layers, its user and its priority")
         if not session.entries and session.ended_at is not None:

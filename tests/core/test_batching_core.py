@@ -17,6 +17,7 @@ from fusion_node.engine.batching_core import (
     GROW_AFTER,
     MAX_BATCH_SLOWDOWN,
     MAX_BATCH_WAIT_S,
+    MAX_DECODE_ROWS,
     MAX_GROUPS,
     MAX_IDLE_USERS,
     MAX_SERVICE_LEAD_S,
@@ -669,9 +670,27 @@ def test_memory_of_deadlines_is_bounded_by_the_steps_that_wait() -> None:
 def test_node_with_enough_to_do_says_so() -> None:
     batching = core(max_waiting_rows=100)
     add(batching, work("a1", 50), work("b1", 40))
-    assert batching.add(work("c1", 11), now=0.0) is Overload.NODE
+    assert batching.add(work("c1", 200), now=0.0) is Overload.NODE
     add(batching, work("c1", 10))
+    assert batching.add(work("c1"), now=0.0) is Overload.NODE
+    assert batching.num_waiting_rows("c1") == 10
     batching.check_integrity()
+
+
+def test_full_queue_ends_nobodys_decode() -> None:
+    batching = core()
+    add(batching, *(work(f"{user}{number}", 4_096) for user in "xy" for number in range(2)))
+    add(batching, work("a1"), work("b1", MAX_DECODE_ROWS))
+    assert batching.add(work("c1", MAX_DECODE_ROWS + 1), now=0.0) is Overload.NODE
+    assert rows_of(batch_of(batching), "a1") == 1
+    add(batching, work("a1"))
+
+
+def test_small_steps_of_one_user_stay_within_its_share() -> None:
+    batching = core(max_waiting_rows=100)
+    add(batching, work("x1", 50), work("y1", 50))
+    add(batching, *(work(f"a{number}") for number in range(50)))
+    assert batching.add(work("a50"), now=0.0) is Overload.USER
 
 
 def test_one_user_cannot_fill_the_queue() -> None:
@@ -768,7 +787,8 @@ class AnySchedule(RuleBasedStateMachine):
         waiting = {key: sum(w.num_rows - self.issued(w) for w in works) for key, works in self.queued.items()}
         of_user = sum(rows for key, rows in waiting.items() if int(key[1:]) // 2 == number // 2)
         refused = self.core.add(each, now=self.now)
-        if sum(waiting.values()) + num_rows > 600:
+        is_small = num_rows <= MAX_DECODE_ROWS and not waiting.get(f"s{number}")
+        if sum(waiting.values()) + num_rows > 600 and not is_small:
             assert refused is Overload.NODE
         elif of_user + num_rows > 300:
             assert refused is Overload.USER
