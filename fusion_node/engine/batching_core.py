@@ -49,6 +49,9 @@ MAX_USER_WAITING_SHARE = 0.5
 MAX_DECODE_ROWS = 64
 """A step of more rows is a prefill, whatever the device: the widest speculation tree that the design allows for."""
 
+MAX_LEARNED_EXTRA_SHARE = 0.25
+"""What the steps of a forward may cost beside its rows, in multiples of them, for its time to say something of rows."""
+
 MIN_CHUNK_ROWS = 8
 """Rows of a prefill chunk at least, where so many wait: below it the fixed cost of a forward is most of it."""
 
@@ -129,8 +132,10 @@ class Work:
 
     Attributes:
         user: whose step it is; fairness is between users.
-        num_rows: at least 1, dead rows included.
+        num_rows: at least 1.
         group: only works of one group (the same layers) can share a forward. A session stays in its group.
+        extra_rows: what the step costs beside its rows, as rows: KV that it moves, dead rows that its frame carries. It
+            comes with the first row, cannot be split, and counts wherever rows are a measure of time or memory.
         is_tree: a speculation, whose user waits for it to go on: protected from others' prefills also when it is too
             wide to go before others' decodes.
         moves_kv: the step moves its session's KV first, so nothing earlier of the session may be in flight with it.
@@ -144,11 +149,16 @@ class Work:
     num_rows: int
     group: Hashable
     priority: Priority = Priority.INTERACTIVE
+    extra_rows: int = 0
     is_tree: bool = False
     moves_kv: bool = False
     arrived: float = 0.0
     deadline: float | None = None
     payload: Any = None
+
+    @property
+    def cost_rows(self) -> int:
+        return self.num_rows + self.extra_rows
 
 
 class Piece(NamedTuple):
@@ -213,6 +223,11 @@ class _Entry:
     """Rows in flight or done."""
     done: int = 0
 
+    @property
+    def extra_rows(self) -> int:
+        """What it costs beside its rows that wait."""
+        return 0 if self.issued else self.work.extra_rows
+
 
 @dataclass(slots=True, eq=False)
 class _User:
@@ -250,6 +265,8 @@ class _Session:
     """Works that are not done, in order."""
     num_waiting: int = 0
     """Rows."""
+    num_extra: int = 0
+    """What those cost beside, as rows."""
     flights: list[int] = field(default_factory=list)
     """Batches in flight that hold rows of it, in order."""
     stale: set[int] = field(default_factory=set)
@@ -265,6 +282,11 @@ class _Session:
     """Rows of its last small step."""
     gap_s: float | None = None
     """From a step's end to the next one's arrival, rather too short than too long; None before the first."""
+
+    @property
+    def cost_rows(self) -> int:
+        """What waits, as rows."""
+        return self.num_waiting + self.num_extra
 
     def head(self) -> _Entry:
         """The first work with rows that wait."""
@@ -288,13 +310,21 @@ class _Part:
     start: int
     stop: int
 
+    @property
+    def extra_rows(self) -> int:
+        return 0 if self.start else self.entry.work.extra_rows
+
+    @property
+    def cost_rows(self) -> int:
+        return self.stop - self.start + self.extra_rows
+
 
 @dataclass(slots=True)
 class _Flight:
     number: int
     parts: list[_Part]
-    num_rows: int
-    num_decode_rows: int
+    cost_rows: int
+    decode_cost_rows: int
     predicted_s: float
     issued_at: float
 
@@ -328,52 +358,62 @@ class _Draft:
     group: Hashable
     time: ForwardTime
     room: int
+    """Rows that can still be added, with what they cost beside."""
     parts: list[_Part] = field(default_factory=list)
     sessions: set[_Session] = field(default_factory=set)
-    num_rows: int = 0
-    num_decode_rows: int = 0
+    cost_rows: int = 0
+    decode_cost_rows: int = 0
     num_decode_parts: int = 0
     """They come first."""
 
     @property
     def seconds(self) -> float:
-        return self.time.predict(self.num_rows) if self.num_rows else 0.0
+        return self.time.predict(self.cost_rows) if self.parts else 0.0
 
     @property
     def others_s(self) -> float:
         """Seconds that whoever decodes in this forward waits for the rows of others, or for all of it."""
-        return self.seconds - (self.time.predict(self.num_decode_rows) if self.num_decode_rows else 0.0)
+        return self.seconds - (self.time.predict(self.decode_cost_rows) if self.num_decode_parts else 0.0)
 
     def rows_within(self, seconds: float) -> int:
-        """Rows that can still be added when the forward may take so much longer than now."""
+        """Rows that can still be added when the forward may take so much longer than now; the room left out."""
         if seconds == math.inf:
-            return self.room
+            return MAX_WAITING_ROWS
         if not self.time.is_known:
             return MIN_CHUNK_ROWS
-        left_s = seconds - (0.0 if self.num_rows else self.time.fixed_s)
+        left_s = seconds - (0.0 if self.parts else self.time.fixed_s)
         if left_s <= 0.0:
             return 0
-        return self.room if left_s >= self.time.row_s * self.room else int(left_s / self.time.row_s + 1e-6)
+        most = MAX_WAITING_ROWS
+        return most if left_s >= self.time.row_s * most else int(left_s / self.time.row_s + 1e-6)
 
-    def fill(self, session: _Session, max_rows: int) -> int:
-        """Takes the session's next rows, and returns how many."""
-        room = min(max_rows, self.room)
+    def fill(self, session: _Session, max_rows: int, *, is_due: bool = False) -> int:
+        """Takes the session's next rows, and returns what they cost, as rows.
+
+        What a step costs beside its rows has to fit as well, unless it is due or the first of the forward: it cannot
+        be split, so it would never fit.
+        """
+        left = min(max_rows, self.room)
+        is_free = is_due or not self.parts
         taken = 0
         for entry in session.entries:
             work = entry.work
-            if taken >= room:
-                break
             if entry.issued == work.num_rows:
                 continue
             if work.moves_kv and entry.issued == 0 and (taken or session.flights):
                 break
-            stop = min(work.num_rows, entry.issued + room - taken)
-            self.parts.append(_Part(session, entry, entry.issued, stop))
-            taken += stop - entry.issued
+            room = left if is_free else left - entry.extra_rows
+            if room <= 0:
+                break
+            part = _Part(session, entry, entry.issued, min(work.num_rows, entry.issued + room))
+            self.parts.append(part)
+            left -= part.cost_rows
+            taken += part.cost_rows
+            is_free = False
         if taken:
             self.sessions.add(session)
-        self.room -= taken
-        self.num_rows += taken
+        self.room = max(0, self.room - taken)
+        self.cost_rows += taken
         return taken
 
 
@@ -430,13 +470,13 @@ class BatchingCore:
         Raises:
             LocalProtocolError: the work has no rows, or its session had other layers, user or priority before.
         """
-        if work.num_rows < 1:
+        if work.num_rows < 1 or work.extra_rows < 0:
             raise LocalProtocolError("a step has at least one row")
         found = self._sessions.get(work.session)
-        is_small = work.num_rows <= MAX_DECODE_ROWS and (found is None or not found.num_waiting)
-        if self._num_waiting + work.num_rows > self.limits.max_waiting_rows and not is_small:
+        is_small = work.cost_rows <= MAX_DECODE_ROWS and (found is None or not found.num_waiting)
+        if self._num_waiting + work.cost_rows > self.limits.max_waiting_rows and not is_small:
             return Overload.NODE
-        if self._rows_of.get(work.user, 0) + work.num_rows > self.limits.max_waiting_rows * MAX_USER_WAITING_SHARE:
+        if self._rows_of.get(work.user, 0) + work.cost_rows > self.limits.max_waiting_rows * MAX_USER_WAITING_SHARE:
             return Overload.USER
         session = found or self._open(work)
         if session.group != work.group or (session.user.name, session.priority) != (work.user, work.priority):
@@ -453,7 +493,7 @@ class BatchingCore:
         self._num_added += 1
         entry = _Entry(work, self._num_added, self._bulk_s)
         session.entries.append(entry)
-        self._count(session, work.num_rows)
+        self._count(session, work.num_rows, work.extra_rows)
         if work.deadline is not None:
             self._not_begun[entry.number] = session
             heapq.heappush(self._deadlines, (work.deadline, entry.number))
@@ -484,15 +524,17 @@ class BatchingCore:
         flight = self._land(batch)
         if any(part.session.flights[0] != flight.number for part in flight.parts):
             raise LocalProtocolError("batches are done in the order in which they were issued")
-        self.learn(batch.group, flight.num_rows, seconds)
+        if flight.cost_rows - batch.num_rows <= MAX_LEARNED_EXTRA_SHARE * batch.num_rows:
+            self.learn(batch.group, batch.num_rows, seconds)
         time = self._time(batch.group)
-        self._bulk_s += max(0.0, seconds - (time.predict(flight.num_decode_rows) if flight.num_decode_rows else 0.0))
+        decodes_s = time.predict(flight.decode_cost_rows) if flight.decode_cost_rows else 0.0
+        self._bulk_s += max(0.0, seconds - decodes_s)
         self._succeed()
         max_decode_rows = self._max_decode_rows(batch.group)
         finished: list[Work] = []
         for part in flight.parts:
             session, entry = part.session, part.entry
-            self._charge(session.user, (seconds - flight.predicted_s) * (part.stop - part.start) / flight.num_rows)
+            self._charge(session.user, (seconds - flight.predicted_s) * part.cost_rows / flight.cost_rows)
             if session.is_gone or flight.number in session.stale:
                 continue
             session.is_suspect = False
@@ -519,14 +561,14 @@ class BatchingCore:
         flight = self._land(batch)
         sessions = list(dict.fromkeys(part.session for part in flight.parts))
         for part in flight.parts:
-            self._charge(part.session.user, -flight.predicted_s * (part.stop - part.start) / flight.num_rows)
-        if out_of_memory and flight.num_rows > 1:
-            self._shrink(flight.num_rows)
+            self._charge(part.session.user, -flight.predicted_s * part.cost_rows / flight.cost_rows)
+        if out_of_memory and batch.num_rows > 1:
+            self._shrink(batch.num_rows)
         elif out_of_memory and self._rows_before_failures is not None:
             # That nothing fitted beside it was this session's doing.
             self.max_rows, self._grow_after = self._rows_before_failures, GROW_AFTER
             self._rows_before_failures = None
-        is_lost = flight.num_rows == 1 if out_of_memory else len(sessions) == 1
+        is_lost = batch.num_rows == 1 if out_of_memory else len(sessions) == 1
         lost: list[Work] = []
         for session in sessions:
             if session.is_gone or flight.number in session.stale:
@@ -608,8 +650,8 @@ class BatchingCore:
         is_owed = due is not None or due_batch is not None
         self._fill_decodes(draft, decodes, draft.room - min(MIN_CHUNK_ROWS, draft.room) if is_owed else draft.room)
         patience, batch_s = self._patience(decodes + trees, draft, now)
-        within_s = MAX_HOLD_SHARE * draft.time.predict(max(draft.num_rows, 1))
-        if not draft.num_rows and prefills and prefills[0].group == draft.group:
+        within_s = MAX_HOLD_SHARE * draft.time.predict(max(draft.cost_rows, 1))
+        if not draft.parts and prefills and prefills[0].group == draft.group:
             # Where all that others can wait for is less than a chunk, their forward can carry more than one between.
             few = draft.rows_within(patience.towards(prefills[0].user.name)) < min(MIN_CHUNK_ROWS, self.max_rows)
             within_s = math.inf if few else within_s
@@ -641,8 +683,8 @@ class BatchingCore:
             name, group = session.user.name, session.group
             if group not in max_rows_of:
                 max_rows_of[group] = self._max_decode_rows(group)
-            num_rows = small_rows.get(name, 0) + session.num_waiting
-            if num_rows <= max_rows_of[group] and session.head().work.num_rows <= max_rows_of[group]:
+            num_rows = small_rows.get(name, 0) + session.cost_rows
+            if num_rows <= max_rows_of[group] and session.head().work.cost_rows <= max_rows_of[group]:
                 small_rows[name] = num_rows
                 decodes.append(session)
             else:
@@ -660,7 +702,7 @@ class BatchingCore:
 
     @staticmethod
     def _is_small(session: _Session, max_rows: int) -> bool:
-        return session.num_waiting <= max_rows and session.head().work.num_rows <= max_rows
+        return session.cost_rows <= max_rows and session.head().work.cost_rows <= max_rows
 
     def _patience(self, steps: list[_Session], draft: _Draft, now: float) -> tuple[_Patience, float]:
         """How much longer the draft may become for prefills, and for BATCH work: in seconds of ``others_s``."""
@@ -671,7 +713,7 @@ class BatchingCore:
         for session in steps:
             entry = session.head()
             usual_s = (session.gap_s or 0.0) + (
-                together_s if session in draft.sessions else self._time(session.group).predict(session.num_waiting)
+                together_s if session in draft.sessions else self._time(session.group).predict(session.cost_rows)
             )
             waited_s = min(now - entry.work.arrived, self._bulk_s - entry.bulk_before_s)
             wait_s = share * usual_s - waited_s
@@ -705,13 +747,13 @@ class BatchingCore:
 
     def _fill_decodes(self, draft: _Draft, decodes: list[_Session], room: int) -> None:
         here = [session for session in decodes if session.group == draft.group]
-        if sum(session.num_waiting for session in here) > room:
+        if sum(session.cost_rows for session in here) > room:
             here.sort(key=_service)
         for session in here:
-            if draft.num_rows >= room:
+            if draft.cost_rows >= room:
                 break
-            draft.fill(session, room - draft.num_rows)
-        draft.num_decode_rows, draft.num_decode_parts = draft.num_rows, len(draft.parts)
+            draft.fill(session, room - draft.cost_rows)
+        draft.decode_cost_rows, draft.num_decode_parts = draft.cost_rows, len(draft.parts)
 
     def _fill_prefills(
         self, draft: _Draft, prefills: list[_Session], patience: _Patience, due: _Session | None
@@ -722,23 +764,23 @@ class BatchingCore:
             if session.group != draft.group:
                 continue
             rows = draft.rows_within(patience.towards(session.user.name) - draft.others_s)
-            if session is due or not draft.num_rows:
+            if session is due or not draft.parts:
                 rows = max(rows, MIN_CHUNK_ROWS)
-            draft.fill(session, rows)
+            draft.fill(session, rows, is_due=session is due)
 
     def _fill_background(
         self, draft: _Draft, background: list[_Session], patience_s: float, due: _Session | None
     ) -> None:
         here = [session for session in background if session.group == draft.group]
-        is_alone = not draft.num_rows
+        is_alone = not draft.parts
         if not is_alone:
             patience_s = min(patience_s, draft.others_s + (MAX_BATCH_SLOWDOWN - 1) * draft.seconds)
         elif patience_s == math.inf:
             # Nobody else: small steps first, in half of the room at most, so that prefills get the other half.
             for session in here:
                 small = self._is_small(session, self._max_decode_rows(session.group))
-                if small and draft.num_rows + session.num_waiting <= self.max_rows // 2:
-                    draft.fill(session, session.num_waiting)
+                if small and draft.cost_rows + session.cost_rows <= self.max_rows // 2:
+                    draft.fill(session, session.cost_rows)
         for session in here:
             if not draft.room:
                 break
@@ -747,8 +789,9 @@ class BatchingCore:
             rows = draft.rows_within(patience_s - draft.others_s)
             if session is due:
                 rows = max(rows, MIN_CHUNK_ROWS)
-            if rows >= min(MIN_CHUNK_ROWS, session.num_waiting, draft.room) or draft.num_rows:
-                draft.fill(session, rows)
+            extra = 0 if session is due else session.head().extra_rows
+            if rows >= extra + min(MIN_CHUNK_ROWS, session.num_waiting, draft.room) or draft.parts:
+                draft.fill(session, rows, is_due=session is due)
 
     def _count_skipped(self, draft: _Draft, prefills: list[_Session], background: list[_Session], now: float) -> None:
         if prefills:
@@ -763,16 +806,15 @@ class BatchingCore:
         pieces = tuple(Piece(part.entry.work, part.start, part.stop) for part in draft.parts)
         batch = Batch(pieces, draft.group)
         flight = _Flight(
-            self._num_issued, draft.parts, draft.num_rows, draft.num_decode_rows, draft.seconds, issued_at=now
+            self._num_issued, draft.parts, draft.cost_rows, draft.decode_cost_rows, draft.seconds, issued_at=now
         )
         self._flights[batch] = flight
-        row_s = flight.predicted_s / flight.num_rows
+        row_s = flight.predicted_s / flight.cost_rows
         for part in draft.parts:
-            num_rows = part.stop - part.start
             part.entry.issued = part.stop
             self._not_begun.pop(part.entry.number, None)
-            self._count(part.session, -num_rows)
-            self._charge(part.session.user, row_s * num_rows)
+            self._count(part.session, part.start - part.stop, -part.extra_rows)
+            self._charge(part.session.user, row_s * part.cost_rows)
             flights = part.session.flights
             if not flights or flights[-1] != flight.number:
                 flights.append(flight.number)
@@ -788,7 +830,7 @@ class BatchingCore:
         for part in draft.parts[draft.num_decode_parts :]:
             if not _is_tree(part.entry.work):
                 user = part.session.user
-                num_rows[user] = num_rows.get(user, 0) + part.stop - part.start
+                num_rows[user] = num_rows.get(user, 0) + part.cost_rows
         for user, rows in num_rows.items():
             user.note_prefill(draft.time.row_s * rows, until=now + draft.seconds + RECENT_S)
 
@@ -800,9 +842,9 @@ class BatchingCore:
         return len(self._users)
 
     def num_waiting_rows(self, session: Hashable) -> int:
-        """Rows of a session that are not in flight yet."""
+        """Rows of a session that are not in flight yet, with what they cost beside."""
         found = self._sessions.get(session)
-        return found.num_waiting if found is not None else 0
+        return found.cost_rows if found is not None else 0
 
     def status(self, *, now: float) -> BatchingStatus:
         """The load, for the node's record and its counters."""
@@ -810,9 +852,9 @@ class BatchingCore:
         in_flight_s = sum(flight.predicted_s for flight in flights)
         in_flight_s = max(0.0, in_flight_s - (now - flights[0].issued_at)) if flights else 0.0
         small = [s for s in self._waiting.values() if self._is_small(s, self._max_decode_rows(s.group))]
-        num_full = sum(session.num_waiting for session in small) // self.max_rows
+        num_full = sum(session.cost_rows for session in small) // self.max_rows
         num_forwards = math.ceil(self._num_waiting / self.max_rows)
-        rows_s = sum(self._time(session.group).row_s * session.num_waiting for session in self._waiting.values())
+        rows_s = sum(self._time(session.group).row_s * session.cost_rows for session in self._waiting.values())
         return BatchingStatus(
             num_waiting_rows=self._num_waiting,
             num_waiting_sessions=len(self._waiting),
@@ -834,7 +876,7 @@ class BatchingCore:
         if any(count > 1 for count in in_flight.values()):
             raise ValueError("a row is in flight twice")
         for session in self._sessions.values():
-            waiting = 0
+            waiting, extra = 0, 0
             for entry in session.entries:
                 if waiting and entry.issued:
                     raise ValueError("a later row was issued before an earlier one")
@@ -843,13 +885,16 @@ class BatchingCore:
                 if any((entry, row) not in in_flight for row in range(entry.done, entry.issued)):
                     raise ValueError("a row is neither waiting nor in flight nor done")
                 waiting += entry.work.num_rows - entry.issued
+                extra += entry.extra_rows
             if waiting != session.num_waiting or bool(waiting) != (session.key in self._waiting):
                 raise ValueError("the waiting rows of a session do not add up")
+            if extra != session.num_extra:
+                raise ValueError("what the waiting rows cost beside does not add up")
             if session.flights != sorted(session.flights) or not session.stale <= set(session.flights):
                 raise ValueError("the batches of a session do not add up")
         rows_of: Counter[str] = Counter()
         for session in self._sessions.values():
-            rows_of[session.user.name] += session.num_waiting
+            rows_of[session.user.name] += session.cost_rows
         if +rows_of != self._rows_of or rows_of.total() != self._num_waiting:
             raise ValueError("the waiting rows do not add up")
         if not 1 <= self.max_rows <= self.limits.max_rows:
@@ -881,7 +926,7 @@ class BatchingCore:
 
     def _drop(self, session: _Session) -> list[Work]:
         """Forgets a session, and returns its works."""
-        self._count(session, -session.num_waiting)
+        self._count(session, -session.num_waiting, -session.num_extra)
         session.is_gone = True
         del self._sessions[session.key]
         self._suspects.pop(session.key, None)
@@ -914,8 +959,8 @@ class BatchingCore:
             del self._recent[session.key]
 
     def _note_end(self, session: _Session, work: Work, max_decode_rows: int, now: float) -> None:
-        if work.num_rows <= max_decode_rows or _is_tree(work):
-            session.num_prefills, session.decode_rows = 0, work.num_rows
+        if work.cost_rows <= max_decode_rows or _is_tree(work):
+            session.num_prefills, session.decode_rows = 0, work.cost_rows
         else:
             session.num_prefills += 1
         session.ended_at = now
@@ -923,12 +968,13 @@ class BatchingCore:
         if work.priority is Priority.INTERACTIVE:
             self._recent[session.key] = session
 
-    def _count(self, session: _Session, num_rows: int) -> None:
-        """So many more rows of a session wait."""
+    def _count(self, session: _Session, num_rows: int, num_extra: int) -> None:
+        """So many more rows of a session wait, and cost so much beside."""
         session.num_waiting += num_rows
-        self._num_waiting += num_rows
+        session.num_extra += num_extra
+        self._num_waiting += num_rows + num_extra
         name = session.user.name
-        left = self._rows_of.get(name, 0) + num_rows
+        left = self._rows_of.get(name, 0) + num_rows + num_extra
         if left:
             self._rows_of[name] = left
         else:
@@ -968,16 +1014,17 @@ class BatchingCore:
 
     def _rewind(self, session: _Session, first: _Part, number: int) -> None:
         """The session's rows from a part of a failed batch on wait again."""
-        back = first.entry.issued - first.start
+        rows, extra = first.entry.issued - first.start, first.extra_rows
         first.entry.issued = first.start
         is_later = False
         for entry in session.entries:
-            if is_later:
-                back += entry.issued
+            if is_later and entry.issued:
+                rows += entry.issued
+                extra += entry.work.extra_rows
                 entry.issued = 0
             is_later = is_later or entry is first.entry
         session.stale.update(flight for flight in session.flights if flight > number)
-        self._count(session, back)
+        self._count(session, rows, extra)
 
     def _shrink(self, num_rows: int) -> None:
         if self._rows_before_failures is None:
@@ -997,7 +1044,7 @@ class BatchingCore:
 
 
 def _is_tree(work: Work) -> bool:
-    return work.is_tree and work.num_rows <= MAX_DECODE_ROWS
+    return work.is_tree and max(work.num_rows, work.extra_rows) <= MAX_DECODE_ROWS
 
 
 def _service(session: _Session) -> float:

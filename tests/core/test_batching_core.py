@@ -63,6 +63,7 @@ def work(
     group: str = A,
     at: float = 0.0,
     priority: Priority = Priority.INTERACTIVE,
+    extra: int = 0,
     moves_kv: bool = False,
     deadline: float | None = None,
 ) -> Work:
@@ -73,6 +74,7 @@ def work(
         num_rows=num_rows,
         group=group,
         priority=priority,
+        extra_rows=extra,
         moves_kv=moves_kv,
         arrived=at,
         deadline=deadline,
@@ -158,8 +160,9 @@ def test_batches_done_out_of_order_are_our_own_fault() -> None:
         work("a1", user="somebody else"),
         work("a1", priority=Priority.BATCH),
         work("a1", 0),
+        work("a1", extra=-1),
     ],
-    ids=["layers", "user", "priority", "no rows"],
+    ids=["layers", "user", "priority", "no rows", "less than its rows"],
 )
 def test_step_that_cannot_be_of_its_session_is_our_own_fault(second: Work) -> None:
     batching = core()
@@ -304,6 +307,67 @@ def test_unknown_device_starts_with_small_chunks_beside_decodes_and_learns() -> 
         add(batching, work("a1", at=now))
     assert sizes[0] <= 1 + MIN_CHUNK_ROWS
     assert 1.7 * seconds_of(1) < seconds_of(sizes[-1]) <= MAX_SLOWDOWN * seconds_of(1)
+
+
+# What steps cost beside their rows.
+
+
+def test_step_that_costs_much_beside_its_row_does_not_pass_for_a_decode() -> None:
+    batching = core()
+    add(batching, work("x1", extra=3_000), work("a1"), work("p1", 8_000))
+    for _ in range(MAX_SKIPPED_FORWARDS):
+        batch = batch_of(batching)
+        assert rows_of(batch, "a1") == 1
+        assert rows_of(batch, "p1") > MIN_CHUNK_ROWS
+        assert seconds_of(batch.num_rows) <= MAX_SLOWDOWN * seconds_of(1)
+        finish(batching, batch)
+        add(batching, work("a1"))
+    assert rows_of(batch_of(batching), "x1") == 1
+
+
+def test_user_pays_for_what_its_steps_cost_beside_their_rows() -> None:
+    batching = core(max_rows=64)
+    add(batching, work("x1", extra=300), work("p1", 8_000))
+    now, rows = 0.0, 0
+    for _ in range(200):
+        batch = batch_of(batching, now=now)
+        rows += rows_of(batch, "p1")
+        extra_s = 300 * ROW_S * (rows_of(batch, "x1") > 0)
+        now += seconds_of(batch.num_rows) + extra_s
+        for ended in batching.done(batch, seconds=seconds_of(batch.num_rows) + extra_s, now=now):
+            add(batching, work("x1", extra=300, at=now) if ended.session == "x1" else work("p1", 8_000, at=now))
+    assert rows * (ROW_S + FIXED_S / 64) >= 0.4 * now
+
+
+def test_forward_that_moved_kv_says_nothing_of_what_a_row_costs() -> None:
+    batching = core()
+    for _ in range(20):
+        add(batching, work("x1", extra=500))
+        batching.done(batch_of(batching), seconds=1.0, now=0.0)
+    batching.cancel("x1")
+    add(batching, work("a1"), work("p1", 8_000))
+    assert 1.7 * seconds_of(1) < seconds_of(batch_of(batching).num_rows) <= MAX_SLOWDOWN * seconds_of(1)
+
+
+def test_what_steps_cost_beside_their_rows_counts_for_the_queue() -> None:
+    batching = core(max_waiting_rows=100)
+    assert batching.add(work("a1", extra=50), now=0.0) is Overload.USER
+    add(batching, work("a1", extra=49))
+    assert batching.num_waiting_rows("a1") == batching.status(now=0.0).num_waiting_rows == 50
+    assert batching.add(work("b1", 1, extra=64), now=0.0) is Overload.NODE
+    assert batching.status(now=0.0).drain_s == pytest.approx(seconds_of(50))
+    finish(batching, batch_of(batching))
+    assert batching.status(now=0.0).num_waiting_rows == 0
+
+
+@pytest.mark.parametrize("priority", Priority)
+def test_step_that_costs_more_beside_than_a_forward_holds_is_done(priority: Priority) -> None:
+    batching = core(max_rows=4)
+    large, after = work("a1", 6, extra=1_000, priority=priority), work("a1", extra=3, priority=priority)
+    add(batching, large, after)
+    batches = [batch_of(batching) for _ in range(3)]
+    assert [(piece.start, piece.stop) for batch in batches for piece in batch.pieces] == [(0, 4), (4, 6), (0, 1)]
+    assert [finish(batching, batch) for batch in batches] == [[], [large], [after]]
 
 
 # Groups.
@@ -770,36 +834,40 @@ class AnySchedule(RuleBasedStateMachine):
     @rule(
         number=st.integers(0, 5),
         num_rows=st.sampled_from([1, 1, 1, 3, 8, 70, 150]),
+        extra=st.sampled_from([0, 0, 0, 2, 100]),
         moves_kv=st.booleans(),
         patience=st.sampled_from([None, None, 0.5, 5.0]),
     )
-    def arrive(self, number: int, num_rows: int, moves_kv: bool, patience: float | None) -> None:
+    def arrive(self, number: int, num_rows: int, extra: int, moves_kv: bool, patience: float | None) -> None:
         each = Work(
             session=f"s{number}",
             user=f"u{number // 2}",
             num_rows=num_rows,
             group=number % 2,
             priority=Priority(number == 5),
+            extra_rows=extra,
             moves_kv=moves_kv,
             arrived=self.now,
             deadline=None if patience is None else self.now + patience,
         )
-        waiting = {key: sum(w.num_rows - self.issued(w) for w in works) for key, works in self.queued.items()}
+        waiting = {key: sum(self.waiting(w) for w in works) for key, works in self.queued.items()}
         of_user = sum(rows for key, rows in waiting.items() if int(key[1:]) // 2 == number // 2)
         refused = self.core.add(each, now=self.now)
-        is_small = num_rows <= MAX_DECODE_ROWS and not waiting.get(f"s{number}")
-        if sum(waiting.values()) + num_rows > 600 and not is_small:
+        cost = num_rows + extra
+        is_small = cost <= MAX_DECODE_ROWS and not waiting.get(f"s{number}")
+        if sum(waiting.values()) + cost > 600 and not is_small:
             assert refused is Overload.NODE
-        elif of_user + num_rows > 300:
+        elif of_user + cost > 300:
             assert refused is Overload.USER
         else:
             assert refused is None
             self.queued.setdefault(f"s{number}", []).append(each)
             self.progress[each] = 0
 
-    def issued(self, each: Work) -> int:
-        """Rows done or in flight, as far as they count."""
-        return self.counted.get(each, 0)
+    def waiting(self, each: Work) -> int:
+        """Rows neither done nor in flight, as far as they count, with what they cost beside."""
+        issued = self.counted.get(each, 0)
+        return each.num_rows - issued + (0 if issued else each.extra_rows)
 
     @property
     def counted(self) -> dict[Work, int]:
@@ -903,7 +971,7 @@ class AnySchedule(RuleBasedStateMachine):
     def adds_up(self) -> None:
         self.core.check_integrity()
         for session, works in self.queued.items():
-            assert self.core.num_waiting_rows(session) <= sum(each.num_rows for each in works)
+            assert self.core.num_waiting_rows(session) <= sum(each.cost_rows for each in works)
 
 
 TestAnySchedule = AnySchedule.TestCase
