@@ -5,15 +5,17 @@ layer. Round trips between nodes are not measured yet; half the sum of two nodes
 between them by the triangle inequality, and with that bound the legs of a loop user → stages → user add up to exactly
 one round trip per stage. Few stages and near nodes win.
 
-A node may be entered and left at any layer that it holds. Since the cost of a stage is linear in its layers, an optimal
-route changes nodes only where some node's range starts or stops, so only those boundaries are searched (Dijkstra).
-A node appears at most once in a route; where that rule binds, the result may be slightly above the optimum.
+A node may be entered and left at any layer that it holds, unless the model has layers that cannot stand in front (they
+use what a layer before them chose); a node then counts with what lies between those that can. Since the cost of a stage
+is linear in its layers, an optimal route changes nodes only where some node's range starts or stops, so only those
+boundaries are searched (Dijkstra). A node appears at most once in a route; where that rule binds, the result may be
+slightly above the optimum.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fusion_node.types import LayerRange, PeerId
@@ -72,9 +74,21 @@ class Uncovered:
     without_room: tuple[LayerRange, ...]
 
 
-def plan_route(candidates: Iterable[Candidate], *, num_layers: int, num_positions: int) -> Route | Uncovered:
-    """The cheapest route over ``[0, num_layers)`` for a session of ``num_positions`` KV positions."""
+def plan_route(
+    candidates: Iterable[Candidate],
+    *,
+    num_layers: int,
+    num_positions: int,
+    first_layers: Collection[int] | None = None,
+) -> Route | Uncovered:
+    """The cheapest route over ``[0, num_layers)`` for a session of ``num_positions`` KV positions.
+
+    Args:
+        first_layers: at which a stage may begin; None: at any.
+    """
     known = _merge([c for c in candidates if c.layers.stop <= num_layers])
+    if first_layers is not None:
+        known = _cut(known, sorted({*first_layers, num_layers}))
     usable = [c for c in known if c.kv_free_positions >= num_positions]
     missing = uncovered_layers([c.layers for c in usable], num_layers)
     if missing:
@@ -134,6 +148,16 @@ def _merge(candidates: Iterable[Candidate]) -> list[Candidate]:
         else:
             merged.append(c)
     return merged
+
+
+def _cut(candidates: Iterable[Candidate], cuts: Sequence[int]) -> list[Candidate]:
+    """The candidates with what they hold from the first of the cuts to the last."""
+    kept = []
+    for c in candidates:
+        held = [cut for cut in cuts if c.layers.start <= cut <= c.layers.stop]
+        if len(held) > 1:
+            kept.append(replace(c, layers=LayerRange(held[0], held[-1])))
+    return kept
 
 
 def as_ranges(layers: Sequence[int]) -> list[LayerRange]:

@@ -27,7 +27,7 @@ from fusion_node.client.session import Session
 from fusion_node.client.session_core import Prefix, SessionCore, StepDone
 from fusion_node.client.text_stream import TextStream
 from fusion_node.client.tokenizer import ChatMessage, Tokenizer
-from fusion_node.engine.architectures import load_config, max_positions
+from fusion_node.engine.architectures import first_layers, load_config, max_positions
 from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.device import choose_device, prepare_thread, set_threads
 from fusion_node.engine.numerics import NUMERICS, numerics_class
@@ -207,6 +207,7 @@ class SwarmClient:
         self._nodes_until = 0.0
         config = load_config(self.model)
         self.num_layers: int = config.num_hidden_layers
+        self._first_layers = first_layers(config)
         self._hidden_size: int = config.hidden_size
         self.max_context = max_positions(config)
         self._eos_ids = _eos_ids(self.model)
@@ -524,7 +525,12 @@ class SwarmClient:
             and shard.model_id == self.model.model_id
             and shard.numerics == self._numerics.name
         ]
-        route = plan_route(candidates, num_layers=self.num_layers, num_positions=num_positions)
+        route = plan_route(
+            candidates,
+            num_layers=self.num_layers,
+            num_positions=num_positions,
+            first_layers=self._first_layers,
+        )
         if not isinstance(route, Route):
             return route
         by_peer = {node.peer: node for node in nodes}

@@ -115,6 +115,7 @@ class Admission:
 
     Attributes:
         blocks: the KV of all sessions together; a session's table has its id as key.
+        first_layers: of the model, at which a session may begin; None: at all of them.
         draining: the node leaves; no session is opened any more.
         paused: why no session is opened for now, in words for its user; None while they are.
     """
@@ -124,6 +125,7 @@ class Admission:
     layers: LayerRange
     numerics: str
     blocks: BlockManager
+    first_layers: frozenset[int] | None = None
     refused: Counter[str] = field(default_factory=Counter)
     draining: bool = False
     paused: str | None = None
@@ -270,6 +272,14 @@ class Admission:
         layers = LayerRange(place.start, place.stop)
         if layers.start < self.layers.start or layers.stop > self.layers.stop:
             return Refused(RefusalCode.LAYERS_NOT_HELD, f"layers {self.layers} are served here, not {layers}")
+        if self.first_layers is not None and layers.start not in self.first_layers:
+            nearest = (
+                max((layer for layer in self.first_layers if layer < layers.start), default=None),
+                min((layer for layer in self.first_layers if layer > layers.start), default=None),
+            )
+            advice = " or ".join(str(layer) for layer in nearest if layer is not None)
+            reason = f"no session begins at layer {layers.start} of this model: begin at {advice}"
+            return Refused(RefusalCode.LAYERS_NOT_HELD, reason)
         if self.draining:
             return Refused(RefusalCode.DRAINING, "the node is shutting down")
         if self.paused is not None:

@@ -7,7 +7,7 @@ the process holds before any weight is loaded counts, and so does room to comput
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from fusion_node.errors import ResourceExhausted
@@ -120,12 +120,22 @@ class MemoryPlan:
         )
 
 
-def place_layers(layers: LayerRange, capacities: Sequence[int]) -> list[LayerRange | None]:
-    """Consecutive layers for each device, in proportion to how many it could hold; None where that comes to none."""
+def place_layers(
+    layers: LayerRange, capacities: Sequence[int], *, first_layers: Collection[int] | None = None
+) -> list[LayerRange | None]:
+    """Consecutive layers for each device, in proportion to how many it could hold; None where that comes to none.
+
+    Args:
+        first_layers: at which a range may begin; None: at any. The nearest of them are taken, so that a device may be
+            given a few more layers than its share.
+    """
     total = sum(capacities)
+    begins = [layer for layer in first_layers or () if layers.start < layer < layers.stop]
+    allowed = sorted([layers.start, *begins, layers.stop])
     cuts = [layers.start]
     for held in itertools.accumulate(capacities):
-        cuts.append(layers.start + round(len(layers) * held / total) if total else layers.stop)
+        cut = layers.start + round(len(layers) * held / total) if total else layers.stop
+        cuts.append(cut if first_layers is None else min(allowed, key=lambda layer: abs(layer - cut)))
     return [LayerRange(start, stop) if start < stop else None for start, stop in itertools.pairwise(cuts)]
 
 

@@ -19,6 +19,7 @@ from fusion_node.daemon.life import NodeLife
 from fusion_node.daemon.manners_core import PauseReason
 from fusion_node.daemon.memory_plan import MIN_KV_POSITIONS, Bound, MemoryPlan, place_layers
 from fusion_node.daemon.server import NodeServer
+from fusion_node.engine.architectures import first_layers, load_config
 from fusion_node.engine.batching_core import MAX_DECODE_ROWS, MAX_ROWS, BatchingCore
 from fusion_node.engine.device import (
     Device,
@@ -108,15 +109,18 @@ async def load_shard(config: NodeConfig, model: StoredModel, discovery: Discover
     """
     numerics, devices = numerics_class(config.numerics), choose_devices(config.device)
     threads = set_threads(config.threads)
+    begins = first_layers(load_config(model))
     layers, layer_bytes = config.layers, _layer_bytes(model, numerics.weight_dtype(devices[0]).itemsize)
     memory = [_memory_plan(config, device, len(devices)) for device in devices]
     capacities = [plan.num_layers(layer_bytes) for plan in memory]
     if layers is None:
         why_none = memory[0].why_no_layer(model.name, layer_bytes)
-        layers = await _choose_layers(discovery, model, sum(capacities), why_none, bool(config.peers))
+        layers = await _choose_layers(discovery, model, sum(capacities), begins, why_none, bool(config.peers))
     places = [
         (device, plan, place)
-        for device, plan, place in zip(devices, memory, place_layers(layers, capacities), strict=True)
+        for device, plan, place in zip(
+            devices, memory, place_layers(layers, capacities, first_layers=begins), strict=True
+        )
         if place is not None
     ]
     for device, plan, place in places:
@@ -220,7 +224,12 @@ class _Progress:
 
 
 async def _choose_layers(
-    discovery: DiscoveryService, model: StoredModel, capacity: int, why_none: str, has_peers: bool
+    discovery: DiscoveryService,
+    model: StoredModel,
+    capacity: int,
+    begins: frozenset[int] | None,
+    why_none: str,
+    has_peers: bool,
 ) -> LayerRange:
     held: list[LayerRange] = []
     if capacity < model.num_layers and has_peers:
@@ -228,7 +237,12 @@ async def _choose_layers(
             await discovery.wait_for_peer(LOOK_AROUND_S)
             records = await discovery.find(model.model_id, timeout_s=LOOK_AROUND_S)
             held = [LayerRange(s.start, s.stop) for r in records for s in r.shards if s.model_id == model.model_id]
-    layers = choose_layers(held, num_layers=model.num_layers, capacity_layers=capacity)
+    layers = choose_layers(held, num_layers=model.num_layers, capacity_layers=capacity, first_layers=begins)
+    if layers is None and capacity >= 1:
+        raise ResourceExhausted(
+            f"{capacity} layers of {model.name} fit, which are fewer than those that use one layer's choice and have "
+            f"to be together: choose them with --layers"
+        )
     if layers is None:
         raise ResourceExhausted(why_none)
     return layers
@@ -279,6 +293,7 @@ class ServingNode:
             layers=engine.layers,
             numerics=engine.numerics,
             blocks=engine.blocks,
+            first_layers=engine.first_layers,
         )
         self._device_name = describe_devices(self._devices)
         self._data_addresses: tuple[str, ...] = ()

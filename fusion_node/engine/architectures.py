@@ -168,6 +168,14 @@ def max_positions(config: PretrainedConfig) -> int:
     return limit
 
 
+def first_layers(config: PretrainedConfig) -> frozenset[int] | None:
+    """Layers at which a range may begin: those that use nothing that a layer before them chose. None: all of them."""
+    types: list[str] | None = getattr(config, "indexer_types", None)
+    if types is None or "shared" not in types:
+        return None
+    return frozenset(index for index, kind in enumerate(types) if kind != "shared")
+
+
 def build_layers(
     config: PretrainedConfig, layers: LayerRange, *, dtype: torch.dtype, quantization: Quantization | None = None
 ) -> PreTrainedModel:
@@ -202,12 +210,11 @@ def keep_layers(model: PreTrainedModel, config: PretrainedConfig, layers: LayerR
     Raises:
         InvalidLayers: the first of them needs to know what a layer before chose.
     """
-    types: list[str] = getattr(config, "indexer_types", None) or ["full"] * config.num_hidden_layers
-    if types[layers.start] == "shared":
-        begins = [str(index) for index, kind in enumerate(types) if kind == "full"]
+    begins = first_layers(config)
+    if begins is not None and layers.start not in begins:
         raise InvalidLayers(
             f"layer {layers.start} attends to the positions that a layer before it chose: "
-            f"a range of this model begins at one of the layers {', '.join(begins)}"
+            f"a range of this model begins at one of the layers {', '.join(map(str, sorted(begins)))}"
         )
     kept = copy.copy(model)
     kept._modules = dict(model._modules)

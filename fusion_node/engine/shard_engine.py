@@ -89,6 +89,11 @@ class ShardEngine:
         return self.stages[0].hidden_size
 
     @property
+    def first_layers(self) -> frozenset[int] | None:
+        """Layers of the model at which a session may begin; None: all of them."""
+        return self.stages[0].first_layers
+
+    @property
     def num_devices(self) -> int:
         return len(self.stages)
 

@@ -14,7 +14,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fusion_node.engine import f16r32
-from fusion_node.engine.architectures import ARCHITECTURES, build_layers, keep_layers, load_config
+from fusion_node.engine.architectures import ARCHITECTURES, build_layers, first_layers, keep_layers, load_config
 from fusion_node.engine.attention import KVReader, PackedBatch, Segment
 from fusion_node.engine.device import memory_errors
 from fusion_node.engine.kv_cache import KVLayout, KVPool, LayoutProbe, bytes_per_slot
@@ -107,10 +107,10 @@ class Stage:
         )
 
     def part(self, layers: LayerRange) -> Stage:
-        """A stage of some of these layers, sharing their weights: a node can be entered and left at any layer it holds.
+        """A stage of some of these layers, sharing their weights: a node can be entered and left within what it holds.
 
         Raises:
-            InvalidLayers: the range is not within this stage's.
+            InvalidLayers: the range is not within this stage's, or does not begin at one of ``first_layers``.
         """
         if layers == self.layers:
             return self
@@ -125,6 +125,11 @@ class Stage:
             num_weight_bytes=self.num_weight_bytes * len(layers) // len(self.layers),
             layer_idx_base=self._layer_idx_base,
         )
+
+    @property
+    def first_layers(self) -> frozenset[int] | None:
+        """Layers of the model at which a range may begin; None: all of them."""
+        return first_layers(self._config)
 
     @property
     def kv_layouts(self) -> tuple[KVLayout, ...]:

@@ -32,7 +32,7 @@ USERS = [Identity.from_seed(bytes([n]) * 32).peer_id for n in range(10, 16)]
 T0 = MonotonicS(1000.0)
 
 
-def admission(num_blocks: int = 20, block_slots: int = 5) -> Admission:
+def admission(num_blocks: int = 20, block_slots: int = 5, *, first_layers: frozenset[int] | None = None) -> Admission:
     """Room for 100 positions."""
     return Admission(
         peer=US,
@@ -40,6 +40,7 @@ def admission(num_blocks: int = 20, block_slots: int = 5) -> Admission:
         layers=LayerRange(10, 20),
         numerics="fp32",
         blocks=BlockManager(num_blocks, block_slots=block_slots),
+        first_layers=first_layers,
     )
 
 
@@ -117,6 +118,15 @@ def test_last_position_fits_and_one_more_does_not() -> None:
     assert refusal(open_(node, plan(session=b"b" * 16, positions=1))) is RefusalCode.NO_MEMORY
     assert node.refused == {"no-memory": 1}
     assert refusal(open_(admission(), plan(positions=101))) is RefusalCode.NO_MEMORY
+
+
+def test_session_begins_only_where_the_model_lets_it() -> None:
+    node = admission(first_layers=frozenset({0, 11, 15, 25}))
+    answer = open_(node, plan(layers=(12, 17)))
+    assert answer == Refused(
+        RefusalCode.LAYERS_NOT_HELD, "no session begins at layer 12 of this model: begin at 11 or 15"
+    )
+    assert isinstance(open_(node, plan(layers=(15, 17))), Session)
 
 
 def test_unfit_openings_are_refused_each_with_its_code() -> None:

@@ -111,6 +111,7 @@ def test_layers_are_placed_in_order_and_in_proportion_to_what_each_device_holds(
 ) -> None:
     layers = LayerRange(start, start + length)
     places = place_layers(layers, capacities)
+    assert places == place_layers(layers, capacities, first_layers=frozenset(range(start + length)))
     assert len(places) == len(capacities)
     placed = [index for place in places if place is not None for index in range(place.start, place.stop)]
     assert placed == list(range(layers.start, layers.stop))

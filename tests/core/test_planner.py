@@ -43,6 +43,19 @@ def test_overlapping_nodes_are_entered_inside_their_range() -> None:
     assert [str(s.layers) for s in route.stages] == ["0:20", "20:30"]
 
 
+def test_nodes_change_only_where_the_model_lets_a_range_begin() -> None:
+    nodes = (node("a", 0, 20, speed=0.001), node("b", 9, 30, speed=0.01))
+    route = plan_route(nodes, num_layers=30, num_positions=100, first_layers=frozenset({0, 12, 18, 24}))
+    assert isinstance(route, Route)
+    assert [(s.peer, str(s.layers)) for s in route.stages] == [("a", "0:18"), ("b", "18:30")]
+
+
+def test_layers_that_no_node_holds_together_are_missing_where_a_range_cannot_begin_between_them() -> None:
+    nodes = (node("a", 0, 14), node("b", 14, 30), node("c", 13, 16))
+    gap = plan_route(nodes, num_layers=30, num_positions=100, first_layers=frozenset({0, 12, 18, 24}))
+    assert gap == Uncovered((LayerRange(12, 18),), ())
+
+
 def test_missing_layers_are_named() -> None:
     gap = plan(node("a", 0, 10), node("c", 22, 29))
     assert gap == Uncovered((LayerRange(10, 22), LayerRange(29, 30)), ())

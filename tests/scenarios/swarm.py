@@ -178,7 +178,12 @@ class MemorySwarm:
         )
         engine = ShardEngine(stages, kv_budget_bytes=budget_bytes)
         admission = Admission(
-            peer=identity.peer_id, model_id=MODEL, layers=layers, numerics=numerics.name, blocks=engine.blocks
+            peer=identity.peer_id,
+            model_id=MODEL,
+            layers=layers,
+            numerics=numerics.name,
+            blocks=engine.blocks,
+            first_layers=engine.first_layers,
         )
         server = NodeServer(engine, admission, own_record=lambda: made.record(), clock=clock)
         pool = LinkPool(
