@@ -28,7 +28,7 @@ from benchmarks.report import Check, main
 from fusion_node.client.tokenizer import Tokenizer
 from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.kv_cache import KVPool
-from fusion_node.engine.numerics import NUMERICS, NumericsClass, numerics_class
+from fusion_node.engine.numerics import KV8_SUFFIX, NUMERICS, NumericsClass, numerics_class
 from fusion_node.engine.session_log_core import StepRows
 from fusion_node.engine.stage import Stage, StepInput
 from fusion_node.engine.tensor_codec import decode_rows, encode_rows
@@ -111,7 +111,7 @@ def _measure(model: StoredModel, texts: Sequence[str], numerics: NumericsClass) 
     if numerics.dtype == torch.float32:
         arms["honest, float64 between roundings"] = distance(_prefilled(_load_wide(model, numerics), inputs))
     for other in NUMERICS:
-        if other != numerics.name:
+        if other != numerics.name and not other.endswith(KV8_SUFFIX):
             computed = Stage.load(model, LAYERS, numerics=numerics_class(other), device=CPU)
             arms[f"{other} instead"] = distance(_prefilled(computed, inputs))
     for name, change in _CHEATS.items():

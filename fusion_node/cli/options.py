@@ -26,7 +26,9 @@ PrefixCache = Annotated[
 Home = Annotated[
     Path | None, typer.Option("--home", envvar="FUSION_HOME", help="Folder of the model store and the identity.")
 ]
-Numerics = Annotated[str, typer.Option(help="Numerics class: fp32, f16r32, bf16 or fp16.")]
+Numerics = Annotated[
+    str, typer.Option(help="Numerics class: fp32, f16r32, bf16 or fp16; with +kv8 KV is kept in int8.")
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads to compute with; torch's own choice if not given.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Name or id of a model in the store.")]

@@ -18,11 +18,11 @@ import msgspec
 import structlog
 
 from fusion_node.daemon.admission_core import MAX_QUEUED_ROWS, Admission, RefusalCode, Refused, Session
-from fusion_node.engine.batching_core import Batch, BatchingCore, Overload, Priority, Work
+from fusion_node.engine.batching_core import Batch, BatchingCore, BatchingStatus, Overload, Priority, Work
 from fusion_node.engine.device import prepare_thread, release_cached_memory
 from fusion_node.engine.session_log_core import Duplicate, StepFault, StepRows
 from fusion_node.engine.shard_engine import PlannedBatch, ShardEngine
-from fusion_node.engine.tensor_codec import RowsNotFinite, StepTensors
+from fusion_node.engine.tensor_codec import RowsNotFinite, StepTensors, decode_rows
 from fusion_node.errors import FusionError, PeerError, RemoteProtocolError, ResourceExhausted
 from fusion_node.types import MonotonicS, PeerId, UnixS
 from p2p.identity import short
@@ -56,11 +56,13 @@ _MAX_US = 2**32 - 1
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _OnDevice:
     """A session that is served. The batching core knows it by this object: an id may be opened anew."""
 
     session: Session
+    num_failures: int = 0
+    """Forwards with rows of it that failed: what is computed behind one does not count."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,31 +73,30 @@ class _Step:
     message: Step
     rows: StepRows
     tensors: StepTensors
+    returned: tuple[int, ...]
+    """Nodes whose rows go back to the user, if that is who comes next."""
     queued_us: int
     began_us: int | None = None
     compute_us: int = 0
     has_moved: bool = False
-    unfit: _Unfit | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Unfit:
-    """The rows of a step cannot be computed with, or not passed on."""
-
-    code: str
-    reason: str
-    is_senders: bool
 
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """One forward on its way through the devices."""
+    """One forward on its way through the devices.
+
+    Attributes:
+        failures: per piece how many forwards of its session had failed when this one began.
+        rows: per piece what the device before has made.
+        unfit: why a piece's rows cannot be passed on, by its index.
+    """
 
     batch: Batch
     planned: PlannedBatch
     steps: tuple[_Step, ...]
+    failures: tuple[int, ...]
     rows: list[Any] = field(default_factory=list)
-    """Per piece what the device before has made."""
+    unfit: dict[int, str] = field(default_factory=dict)
     seconds: float = 0.0
     num_changed: int = 0
     """Devices on which what it changes in the KV was carried out."""
@@ -136,6 +137,7 @@ class NodeServer:
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._running: set[asyncio.Future[None]] = set()
+        self._flights: set[_Flight] = set()
         self._started_at = clock()
         self._pool: LinkPool | None = None
         self.counters: Counter[str] = Counter()
@@ -184,6 +186,10 @@ class NodeServer:
             self._tell_user(session, "lease-expired", "nothing was heard of the session", "")
             self._forget(session)
 
+    def status(self) -> BatchingStatus:
+        """What waits and what runs now."""
+        return self._batching.status(now=self._now())
+
     def end_all(self, code: str, reason: str) -> None:
         """Ends every session; its user is told why."""
         for session in self._admission.sessions:
@@ -197,8 +203,13 @@ class NodeServer:
         """Takes no more sessions, finishes what is running, and hands the rest back to its users."""
         self._admission.draining = True
         self._is_closed = True
-        if self._running:
-            await asyncio.wait(self._running, timeout=timeout_s)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._running:
+                    await asyncio.wait(self._running)
+                    await asyncio.sleep(0)  # a forward goes on to its next device in a callback
+        except TimeoutError:
+            log.warning("a forward is still running", seconds=timeout_s)
         self.end_all("draining", "the node is shutting down")
         if self._timer is not None:
             self._timer.cancel()
@@ -303,6 +314,12 @@ class NodeServer:
         if session.num_queued_rows + message.tensor.num_rows > MAX_QUEUED_ROWS:
             self._end(session, "flooded", f"more than {MAX_QUEUED_ROWS} rows wait for the device", culprit=peer)
             return
+        try:
+            hidden = decode_rows(message.tensor, payload)
+        except RowsNotFinite as error:
+            # Before the step has any part in a forward: others' rows have the bits that they would have without it.
+            self._end(session, "bad-rows", str(error), culprit=peer)
+            return
         if session.log.declines_prefix(message.parent, message.parents) and not self._admission.start_empty(session):
             self._end(session, "no-memory", "KV does not fit without the prefix that was reused", culprit="")
             return
@@ -323,11 +340,15 @@ class NodeServer:
                 if message.sequence == 0:
                     self.counters["positions_reused"] += session.reused_positions
                 self._admission.renew(session, now=self._now())
-                self._queue(on_device, message, rows, payload)
+                self._queue(on_device, message, rows, hidden)
 
-    def _queue(self, on_device: _OnDevice, message: Step, rows: StepRows, payload: memoryview) -> None:
-        session, now = on_device.session, self._now()
-        step = _Step(on_device, message, rows, StepTensors(message.tensor, payload, rows.live_rows), _now_us())
+    def _queue(self, on_device: _OnDevice, message: Step, rows: StepRows, hidden: Any) -> None:
+        session, now, dtype = on_device.session, self._now(), self._engine.wire_dtype
+        row_of = {node: row for row, node in enumerate(rows.nodes)} if session.is_last else {}
+        returned = tuple(node for node in message.want if node in row_of)
+        out = [row_of[node] for node in returned] if session.is_last else None
+        tensors = StepTensors(hidden, rows.live_rows, out, dtype)
+        step = _Step(on_device, message, rows, tensors, returned, _now_us())
         overload = self._batching.add(
             Work(
                 session=on_device,
@@ -358,11 +379,11 @@ class NodeServer:
     # forwards
 
     def _pump(self) -> None:
-        """Starts a forward when the first device is idle and something waits."""
+        """Starts a forward when the first device is idle, no other waits for the next one, and there is something."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._is_first_busy or self._is_closed:
+        if self._is_first_busy or self._is_closed or len(self._flights) >= len(self._devices):
             return
         now = self._now()
         self._end_lost(self._batching.handle_timer(now=now), "overloaded", "a step waited too long for this node")
@@ -375,15 +396,23 @@ class NodeServer:
             self._timer = asyncio.get_running_loop().call_later(max(0.0, due - now), self._pump)
 
     def _start(self, batch: Batch) -> None:
-        work = []
-        for piece in batch.pieces:
-            step: _Step = piece.work.payload
+        work, steps = [], tuple(piece.work.payload for piece in batch.pieces)
+        for step, piece in zip(steps, batch.pieces, strict=True):
             stop = min(piece.stop, len(step.rows.live_rows))
             work.append((step.on_device.session.key, step.rows, piece.start, stop, not step.has_moved))
             step.has_moved = True
-        planned = self._engine.plan(batch.pieces[0].work.payload.on_device.session.layers, work)
+        try:
+            planned = self._engine.plan(steps[0].on_device.session.layers, work)
+        except FusionError as error:
+            log.error("a forward cannot be planned", error=type(error).__name__, exc_info=error)
+            self._batching.failed(batch, out_of_memory=False, now=self._now())
+            self._end_lost([piece.work for piece in batch.pieces], "internal", "an error inside the node")
+            return
+        failures = tuple(step.on_device.num_failures for step in steps)
+        flight = _Flight(batch, planned, steps, failures)
+        self._submit(flight, 0)
+        self._flights.add(flight)
         self._is_first_busy = True
-        self._submit(_Flight(batch, planned, tuple(piece.work.payload for piece in batch.pieces)), 0)
 
     def _submit(self, flight: _Flight, device: int) -> None:
         future = asyncio.get_running_loop().run_in_executor(self._devices[device], self._compute, flight, device)
@@ -397,6 +426,7 @@ class NodeServer:
             if device == 0:
                 self._is_first_busy = False
             if is_over:
+                self._flights.discard(flight)
                 self._land(flight, future)
             self._pump()
 
@@ -407,7 +437,7 @@ class NodeServer:
         began_us = _now_us()
         if device == 0:
             flight.rows = [
-                self._rows_of(step, piece.start, piece.stop)
+                step.tensors.live_rows(piece.start, piece.stop) if self._is_open(step.on_device.session) else None
                 for step, piece in zip(flight.steps, flight.batch.pieces, strict=True)
             ]
             for step in flight.steps:
@@ -416,35 +446,17 @@ class NodeServer:
         flight.num_changed += 1
         flight.rows = self._engine.run(flight.planned, flight.rows, device=device)
         if device + 1 == len(self._devices):
-            for step, piece, rows in zip(flight.steps, flight.batch.pieces, flight.rows, strict=True):
-                if rows is not None:
-                    self._keep(step, piece.start, piece.stop == piece.work.num_rows, rows)
+            for index, (step, piece) in enumerate(zip(flight.steps, flight.batch.pieces, strict=True)):
+                computed = flight.rows[index]
+                if computed is not None:
+                    try:
+                        step.tensors.keep(piece.start, computed)
+                    except RowsNotFinite as error:
+                        flight.unfit[index] = str(error)
         compute_us = _now_us() - began_us
         flight.seconds += compute_us / 1e6
         for step in flight.steps:
             step.compute_us += compute_us
-
-    def _rows_of(self, step: _Step, start: int, stop: int) -> Any:
-        if not self._is_open(step.on_device.session):
-            return None
-        try:
-            return step.tensors.live_rows(start, stop)
-        except RowsNotFinite as error:
-            step.unfit = _Unfit("bad-rows", str(error), is_senders=True)
-            return None
-
-    def _keep(self, step: _Step, start: int, is_last: bool, rows: Any) -> None:
-        session = step.on_device.session
-        try:
-            step.tensors.keep(start, rows)
-            if is_last:
-                if session.is_last:
-                    step.tensors.finish_wanted(step.rows.nodes, step.message.want, self._engine.wire_dtype)
-                else:
-                    step.tensors.finish_all(self._engine.wire_dtype)
-        except RowsNotFinite as error:
-            # Of finite rows. Passed on, they would be held against this node; whose fault it is nobody can say.
-            step.unfit = _Unfit("overflow", f"{error} in layers {session.layers}", is_senders=False)
 
     def _land(self, flight: _Flight, future: asyncio.Future[None]) -> None:
         """A forward has come to its end, or has failed on a device."""
@@ -455,18 +467,20 @@ class NodeServer:
             case None:
                 self.counters["forwards"] += 1
                 self.counters["compute_us"] += int(1e6 * flight.seconds)
-                for step in flight.steps:
-                    if step.unfit is not None and self._is_open(step.on_device.session):
-                        session = step.on_device.session
-                        culprit = session.previous if step.unfit.is_senders else ""
-                        self._end(session, step.unfit.code, step.unfit.reason, culprit=culprit)
+                for index, reason in flight.unfit.items():
+                    on_device = flight.steps[index].on_device
+                    if self._is_open(on_device.session) and on_device.num_failures == flight.failures[index]:
+                        # Of finite rows. Passed on, they would be held against this node; whose fault it is nobody can
+                        # say.
+                        layers = on_device.session.layers
+                        self._end(on_device.session, "overflow", f"{reason} in layers {layers}", culprit="")
                 for work in self._batching.done(batch, seconds=flight.seconds, now=now):
                     self._finish(work.payload)
             case ResourceExhausted() as error:
                 log.warning("a forward did not fit", rows=batch.num_rows, reason=str(error))
                 self.counters["forwards_out_of_memory"] += 1
-                for stage in self._engine.stages:
-                    release_cached_memory(stage.device)
+                for thread, stage in zip(self._devices, self._engine.stages, strict=True):
+                    thread.submit(release_cached_memory, stage.device)
                 self._end_lost(self._failed(flight, out_of_memory=True), "no-memory", str(error))
             case error:
                 # Never the sender's fault: what can be wrong with its rows was checked before.
@@ -475,10 +489,12 @@ class NodeServer:
 
     def _failed(self, flight: _Flight, *, out_of_memory: bool) -> list[Work]:
         """What is lost with a forward that failed; the rest is computed again."""
+        for on_device in {step.on_device for step in flight.steps}:
+            on_device.num_failures += 1
         lost = self._batching.failed(flight.batch, out_of_memory=out_of_memory, now=self._now())
-        if flight.planned.changes and flight.num_changed < len(self._devices):
+        if flight.num_changed < len(self._devices):
             # On some device the KV of these sessions is not what their logs say.
-            return [piece.work for piece in flight.batch.pieces]
+            lost += [flight.batch.pieces[index].work for index in flight.planned.changed]
         return lost
 
     def _end_lost(self, lost: list[Work], code: str, reason: str) -> None:
@@ -500,10 +516,10 @@ class NodeServer:
         self.counters["rows"] += len(step.rows.live_rows)
         queue_us = 0 if step.began_us is None else step.began_us - step.queued_us
         timings = (*message.timings, StageTiming(min(queue_us, _MAX_US), min(step.compute_us, _MAX_US)))
-        tensor, payload = step.tensors.encoded()
+        tensor, payload = step.tensors.meta, step.tensors.payload
         forward: AnyMessage
         if session.is_last:
-            forward = StepResult(session.key, message.epoch, message.sequence, step.tensors.returned, tensor, timings)
+            forward = StepResult(session.key, message.epoch, message.sequence, step.returned, tensor, timings)
         else:
             forward = msgspec.structs.replace(message, tensor=tensor, timings=timings)
         try:

@@ -40,11 +40,13 @@ class PlannedBatch:
     Attributes:
         layers: that all its sessions use.
         changes: to the KV before the forward, in order.
+        changed: indices of the items whose sessions they are for.
     """
 
     layers: LayerRange
     items: tuple[PlannedRows, ...]
     changes: tuple[BlockCopy | SlotMove, ...]
+    changed: frozenset[int] = frozenset()
 
 
 class ShardEngine:
@@ -114,7 +116,9 @@ class ShardEngine:
         """
         items: list[PlannedRows] = []
         changes: list[BlockCopy | SlotMove] = []
-        for key, step, start, stop, moves in work:
+        changed: set[int] = set()
+        for index, (key, step, start, stop, moves) in enumerate(work):
+            num_before = len(changes)
             if moves and step.move is not None:
                 copies, move = self.blocks.move(key, step.move.first_slot, step.move.sources)
                 changes += copies
@@ -122,8 +126,10 @@ class ShardEngine:
                     changes.append(move)
             num_slots = step.first_slot + stop
             changes += self.blocks.extend(key, num_slots, first_written=step.first_slot + start)
+            if len(changes) > num_before:
+                changed.add(index)
             items.append(PlannedRows(step, start, stop, self.blocks.runs(key, num_slots)))
-        return PlannedBatch(layers, tuple(items), tuple(changes))
+        return PlannedBatch(layers, tuple(items), tuple(changes), frozenset(changed))
 
     def change_kv(self, batch: PlannedBatch, *, device: int = 0) -> None:
         """Carries out what a batch changes in the KV, once and on every device, before it is run there.

@@ -21,7 +21,7 @@ def encode_rows(rows_TD: torch.Tensor, wire_dtype: str) -> tuple[TensorMeta, mem
         RowsNotFinite: a receiver would blame the sender for it.
     """
     rows = rows_TD.detach().to(device="cpu", dtype=WIRE_DTYPES[wire_dtype]).contiguous()
-    if not torch.isfinite(rows).all():
+    if not _all_finite(rows):
         raise RowsNotFinite(f"a row became NaN, or larger than {wire_dtype} can hold")
     meta = TensorMeta(wire_dtype, rows.shape[0], rows.shape[1])
     # numpy has no bfloat16, so the bytes are taken through an integer view.
@@ -39,87 +39,77 @@ def decode_rows(meta: TensorMeta, payload: memoryview) -> torch.Tensor:
     """
     flat = torch.frombuffer(bytearray(payload), dtype=WIRE_DTYPES[meta.dtype])
     rows = flat.view(meta.num_rows, meta.row_size)
-    if not torch.isfinite(rows).all():
+    if not _all_finite(rows):
         raise RowsNotFinite("a row holds NaN or infinity")
     return rows
 
 
 class StepTensors:
-    """The rows of one step on their way through a node: decoded once, computed in parts, encoded once.
+    """The rows of one step on their way through a node: computed and encoded part by part.
 
     Rows that are dead in the session's log are not computed, but keep their place on the way to the next stage, so that
     every stage reads the same table of nodes.
 
     Args:
-        payload: as received, checked against ``meta``.
+        rows_TD: as decoded.
         live: indices of the rows that are not dead.
+        returned: indices into the live rows of those that go out; None for all rows, dead ones as zeros.
+        wire_dtype: encoding of what goes out.
     """
 
-    def __init__(self, meta: TensorMeta, payload: memoryview, live: Sequence[int]) -> None:
-        self._meta = meta
-        self._payload: memoryview | None = payload
-        self._live = live
-        self._rows_TD: torch.Tensor | None = None
-        self._parts: dict[int, torch.Tensor] = {}
-        self._encoded: tuple[TensorMeta, memoryview] | None = None
-        self.returned: tuple[int, ...] = ()
+    def __init__(
+        self, rows_TD: torch.Tensor, live: Sequence[int], returned: Sequence[int] | None, wire_dtype: str
+    ) -> None:
+        self._rows_TD = rows_TD if len(live) == len(rows_TD) else rows_TD[list(live)]
+        num_out, places = (len(rows_TD), live) if returned is None else (len(returned), range(len(returned)))
+        self.meta = TensorMeta(wire_dtype, num_out, rows_TD.shape[1])
+        self._row_bytes = WIRE_DTYPES[wire_dtype].itemsize * rows_TD.shape[1]
+        self._out = bytearray(num_out * self._row_bytes)
+        self._place = dict(zip(range(len(live)) if returned is None else returned, places, strict=True))
+        """Where a live row goes in what goes out."""
+        self._num_kept = 0
 
     @property
-    def _is_whole(self) -> bool:
-        return len(self._live) == self._meta.num_rows
+    def is_complete(self) -> bool:
+        """Whether all live rows were computed."""
+        return self._num_kept == len(self._rows_TD)
+
+    @property
+    def payload(self) -> memoryview:
+        """What goes out, in the form that ``meta`` says."""
+        return memoryview(self._out)
 
     def live_rows(self, start: int, stop: int) -> torch.Tensor:
-        """Live rows ``[start, stop)`` to compute with.
-
-        Raises:
-            RowsNotFinite: one of the step's rows is not.
-        """
-        if self._rows_TD is None and self._payload is not None:
-            rows_TD = decode_rows(self._meta, self._payload)
-            self._rows_TD = rows_TD if self._is_whole else rows_TD[list(self._live)]
-            self._payload = None
-        if self._rows_TD is None:
-            raise ValueError("rows are asked for after the step was done")
+        """Live rows ``[start, stop)`` to compute with, ``[T, D]``."""
         return self._rows_TD[start:stop]
 
     def keep(self, start: int, rows_TD: torch.Tensor) -> None:
-        """Takes computed rows from ``start`` on. Those that were kept from there on before are computed anew."""
-        self._parts = {first: part for first, part in self._parts.items() if first < start}
-        self._parts[start] = rows_TD
+        """Takes computed rows from ``start`` on; again, when they are computed anew.
 
-    def finish_wanted(self, nodes: Sequence[int], want: Sequence[int], wire_dtype: str) -> None:
-        """All rows are there: encodes those of the wanted nodes that are alive; ``returned`` says which.
+        Rows that do not follow those before them are not taken: they were computed behind a forward that failed.
 
         Raises:
-            RowsNotFinite: a computed row is not.
+            RowsNotFinite: a row that goes out is not.
         """
-        row_of = {node: row for row, node in enumerate(nodes)}
-        self.returned = tuple(node for node in want if node in row_of)
-        self._encode(self._whole()[[row_of[node] for node in self.returned]], wire_dtype)
+        if start > self._num_kept:
+            return
+        self._num_kept = start + len(rows_TD)
+        going = [(row, self._place[start + row]) for row in range(len(rows_TD)) if start + row in self._place]
+        if not going:
+            return
+        is_all = len(going) == len(rows_TD)
+        _, encoded = encode_rows(rows_TD if is_all else rows_TD[[row for row, _ in going]], self.meta.dtype)
+        size, first, last = self._row_bytes, going[0][1], going[-1][1]
+        if last - first == len(going) - 1:
+            self._out[first * size : (last + 1) * size] = encoded
+            return
+        for index, (_, place) in enumerate(going):
+            self._out[place * size : (place + 1) * size] = encoded[index * size : (index + 1) * size]
 
-    def finish_all(self, wire_dtype: str) -> None:
-        """All rows are there: encodes them, dead ones as zeros.
 
-        Raises:
-            RowsNotFinite: a computed row is not.
-        """
-        rows_TD = self._whole()
-        if not self._is_whole:
-            padded = rows_TD.new_zeros((self._meta.num_rows, self._meta.row_size))
-            padded[list(self._live)] = rows_TD
-            rows_TD = padded
-        self._encode(rows_TD, wire_dtype)
-
-    def encoded(self) -> tuple[TensorMeta, memoryview]:
-        """What the step was finished with."""
-        if self._encoded is None:
-            raise ValueError("the step is not finished")
-        return self._encoded
-
-    def _whole(self) -> torch.Tensor:
-        parts = list(self._parts.values())
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _encode(self, rows_TD: torch.Tensor, wire_dtype: str) -> None:
-        self._encoded = encode_rows(rows_TD, wire_dtype)
-        self._rows_TD, self._parts = None, {}
+def _all_finite(rows: torch.Tensor) -> bool:
+    """One pass and no copy: both ends of a range with a NaN in it are NaN."""
+    if rows.numel() == 0:
+        return True
+    least, most = rows.aminmax()
+    return bool(torch.isfinite(least) & torch.isfinite(most))

@@ -45,11 +45,17 @@ def test_faults_leave_the_log_as_it_was() -> None:
 
 def test_tree_that_is_never_advanced_stays_bounded() -> None:
     log = SessionLog(max_positions=1_000_000)
-    for sequence in range(2):
-        chain(log, sequence, 1 + sequence * 4096, 4096, sequence * 4096)
-    assert log.num_slots == MAX_LIVE_NODES
-    assert log.apply(2, first_node=8193, num_rows=1, parent=8192) is StepFault.TOO_WIDE
-    assert log.apply(2, first_node=8193, num_rows=1, parent=8192, advance=8192) is StepFault.TOO_WIDE
+    chain(log, 0, 1, 4096, 0, advance=4096)  # a prefill that commits all of itself may be as wide as the wire allows
+    for sequence in (1, 2):
+        chain(log, sequence, 4097 + (sequence - 1) * 512, 512, 4096 + (sequence - 1) * 512)
+    assert log.num_slots == 4096 + MAX_LIVE_NODES
+    last = 4096 + MAX_LIVE_NODES
+    assert log.apply(3, first_node=last + 1, num_rows=1, parent=last) is StepFault.TOO_WIDE
+    assert log.apply(3, first_node=last + 1, num_rows=1, parent=last, advance=last) is StepFault.TOO_WIDE
+    assert isinstance(log.apply(3, first_node=last + 1, num_rows=1, parent=last, advance=last + 1), StepRows)
+    wide = tuple(range(last + 1, last + 1 + MAX_LIVE_NODES + 1))
+    first = last + 2
+    assert log.apply(4, first_node=first, num_rows=len(wide), parent=0, parents=wide, advance=0) is StepFault.TOO_WIDE
 
 
 def test_advance_to_one_branch_moves_its_kv_and_frees_the_other() -> None:

@@ -162,13 +162,14 @@ class MemorySwarm:
         budget_bytes: int = 1 << 24,
         numerics: NumericsClass | None = None,
         stage: Stage | None = None,
+        stages: Sequence[Stage] = (),
         cuts: tuple[int, ...] = (),
         max_links: int = 512,
     ) -> Node:
         host, identity, clock = f"host{next(self._numbers)}", Identity.generate(), Clock()
         numerics = numerics or numerics_class("fp32")
         ends = (layers.start, *cuts, layers.stop)
-        stages = (
+        stages = stages or (
             [stage]
             if stage
             else [

@@ -517,7 +517,10 @@ async def test_queued_steps_of_a_closed_session_are_not_computed(swarm: MemorySw
     assert stage.num_forward == 1 + 8
 
 
-async def test_result_of_a_closed_session_is_not_taken_for_its_successor(swarm: MemorySwarm) -> None:
+@pytest.mark.parametrize("is_closed", [True, False])
+async def test_result_of_a_session_that_ended_is_not_taken_for_its_successor(
+    swarm: MemorySwarm, is_closed: bool
+) -> None:
     """The same id is opened again, as after a failure, while a step of the first opening is still on the device."""
     node, stage = await held_node(swarm)
     stranger = swarm.stranger()
@@ -527,9 +530,12 @@ async def test_result_of_a_closed_session_is_not_taken_for_its_successor(swarm: 
     bad = TensorMeta("f32", 1, 48)
     stranger.pool.send(node.peer, step(plan, *swarm.rows([9])[:1]), swarm.rows([9])[1])
     await until(lambda: stage.num_forward == 1)
-    stranger.pool.send(node.peer, step(plan, bad, 1, first_node=2), b"\0\0\xc0\x7f" * 48)
-    stranger.pool.send(node.peer, CloseSession(plan.session, plan.epoch))
-    await stranger.get(SessionClosed)
+    if is_closed:
+        stranger.pool.send(node.peer, CloseSession(plan.session, plan.epoch))
+        await stranger.get(SessionClosed)
+    else:
+        stranger.pool.send(node.peer, step(plan, bad, 1, first_node=2), b"\0\0\xc0\x7f" * 48)
+        await stranger.get(SessionFailed)
     again = msgspec.structs.replace(plan, epoch=1)
     await stranger.open(again, [node])
     await stranger.get(SessionOpened)
@@ -589,6 +595,131 @@ async def test_kv_memory_is_given_back_only_when_no_session_is_open(swarm: Memor
     await until(lambda: node.num_sessions == 0)
     await until(node.server.release_kv)
     assert (await swarm.answer(user, [node], PROMPT)).tokens == reference(swarm.model, PROMPT)
+
+
+@pytest.mark.parametrize(
+    ("payload", "changes"),
+    [
+        (b"\0\0\xc0\x7f" * 96, {}),
+        (b"\0\0\x80\xff" * 96, {}),
+        (bytes(2 * 48 * 4), {"sequence": 1}),
+        (bytes(2 * 48 * 4), {"first_node": 5, "parent": 3}),
+        (bytes(2 * 48 * 4), {"timings": (StageTiming(1, 1),)}),
+    ],
+)
+async def test_bad_step_that_waits_beside_a_good_one_changes_no_bit_of_it(
+    swarm: MemorySwarm, payload: bytes, changes: dict[str, object]
+) -> None:
+    rows = []
+    for has_enemy in (False, True):
+        node, stage = await held_node(swarm)
+        first, good, bad = (swarm.stranger() for _ in range(3))
+        plans = [swarm.plan(stranger.peer, [node]) for stranger in (first, good, bad)]
+        for stranger, plan in zip((first, good, bad), plans, strict=True):
+            await stranger.open(plan, [node])
+            await stranger.get(SessionOpened)
+        tensor, data = swarm.rows([7])
+        first.pool.send(node.peer, step(plans[0], tensor), data)
+        await until(lambda stage=stage: stage.num_forward == 1)
+        if has_enemy:
+            bad.pool.send(node.peer, step(plans[2], TensorMeta("f32", 2, 48), **changes), payload)
+            await bad.get(SessionFailed)
+        tensor, data = swarm.rows(PROMPT)
+        good.pool.send(node.peer, step(plans[1], tensor, want=tuple(range(1, 8))), data)
+        await until(lambda node=node: node.server.status().num_waiting_rows == len(PROMPT))
+        stage.gate.set()
+        await until(lambda good=good: any(isinstance(m, StepResult) for _, m, _ in good.frames))
+        rows.append(next(data for _, m, data in good.frames if isinstance(m, StepResult)))
+    assert rows[0] == rows[1]
+
+
+class FailsOnce(Stage):
+    """The second of two devices: waits to be told, and fails the first time."""
+
+    def arm(self) -> None:
+        self.gate = threading.Event()
+        self.num_forward = 0
+
+    def forward(self, batch: Sequence[StepInput], pool: KVPool) -> list[torch.Tensor]:
+        self.num_forward += 1
+        assert self.gate.wait(20)
+        if self.num_forward == 1:
+            raise ResourceExhausted("no memory left for this step")
+        return super().forward(batch, pool)
+
+    def part(self, layers: LayerRange) -> Stage:
+        assert layers == self.layers
+        return self
+
+
+async def two_devices(swarm: MemorySwarm) -> tuple[Node, FailsOnce]:
+    last = FailsOnce.load(swarm.model, LayerRange(3, 7), numerics=FP32, device=CPU)
+    assert isinstance(last, FailsOnce)
+    last.arm()
+    first = Stage.load(swarm.model, LayerRange(0, 3), numerics=FP32, device=CPU)
+    return await swarm.node(LayerRange(0, 7), stages=[first, last]), last
+
+
+async def test_rows_behind_a_forward_that_failed_on_a_later_device_are_computed_again(swarm: MemorySwarm) -> None:
+    node, last = await two_devices(swarm)
+    stranger = swarm.stranger()
+    plan = swarm.plan(stranger.peer, [node])
+    await stranger.open(plan, [node])
+    await stranger.get(SessionOpened)
+    # A row that does not fit alone would end the session, so the forward that fails has two.
+    for sequence, tokens in enumerate([PROMPT[:2], *([token] for token in PROMPT[2:])]):
+        first = 1 if sequence == 0 else sequence + 2
+        stranger.pool.send(
+            node.peer, step(plan, swarm.rows(tokens)[0], sequence, first_node=first), swarm.rows(tokens)[1]
+        )
+        if sequence == 0:
+            await until(lambda: last.num_forward == 1)
+    # The first step is on the second device; some are behind it there, and the others wait.
+    await until(lambda: node.server.status().num_in_flight_batches == 2)
+    await until(lambda: node.admission.sessions[0].num_queued_rows == len(PROMPT))
+    last.gate.set()
+    await until(lambda: sum(isinstance(m, StepResult) for _, m, _ in stranger.frames) == len(PROMPT) - 1)
+    rows = [np.frombuffer(data, dtype=np.float32) for _, m, data in stranger.frames if isinstance(m, StepResult)]
+    logits = swarm.boundary.logits(torch.from_numpy(np.stack(rows)))
+    with torch.inference_mode():
+        whole = swarm.model.whole(input_ids=torch.tensor([PROMPT])).logits[0, 1:].numpy()  # type: ignore[operator]
+    assert np.abs(logits - whole).max() <= 1e-5 * np.abs(whole).max()
+    assert not [m for _, m, _ in stranger.frames if isinstance(m, SessionFailed)]
+    assert node.server.counters["forwards_out_of_memory"] == 1
+
+
+async def test_forwards_do_not_pile_up_before_a_slower_device(swarm: MemorySwarm) -> None:
+    node, last = await two_devices(swarm)
+    last.num_forward = 1  # so that none fails
+    strangers = [swarm.stranger() for _ in range(5)]
+    for number, stranger in enumerate(strangers):
+        plan = swarm.plan(stranger.peer, [node])
+        await stranger.open(plan, [node])
+        await stranger.get(SessionOpened)
+        tensor, payload = swarm.rows([7 + number])
+        stranger.pool.send(node.peer, step(plan, tensor), payload)
+        await until(lambda: node.server.status().num_in_flight_batches == min(2, number + 1))  # noqa: B023
+    await until(lambda: node.server.status().num_waiting_rows == 3)
+    assert node.server.status().num_in_flight_batches == 2
+    last.gate.set()
+    for stranger in strangers:
+        await stranger.get(StepResult)
+
+
+async def test_node_that_drains_finishes_a_forward_on_all_its_devices(swarm: MemorySwarm) -> None:
+    node, last = await two_devices(swarm)
+    last.num_forward = 1
+    stranger = swarm.stranger()
+    plan = swarm.plan(stranger.peer, [node])
+    await stranger.open(plan, [node])
+    await stranger.get(SessionOpened)
+    stranger.pool.send(node.peer, step(plan, swarm.rows(PROMPT)[0]), swarm.rows(PROMPT)[1])
+    await until(lambda: node.server.status().num_in_flight_batches == 1)
+    draining = asyncio.ensure_future(node.server.drain(timeout_s=20.0))
+    last.gate.set()
+    await draining
+    assert isinstance(await stranger.get(StepResult), StepResult)
+    assert isinstance(await stranger.get(SessionFailed), SessionFailed)
 
 
 async def test_device_that_runs_out_of_memory_takes_smaller_forwards(swarm: MemorySwarm) -> None:
