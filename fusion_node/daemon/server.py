@@ -51,6 +51,9 @@ QUEUE_DEADLINE_S = 20.0
 """A step that has waited so long is not begun any more: the user's side gives up on it after 30 s, and had better go
 elsewhere before."""
 
+_MOVES_PER_ROW = 16
+"""KV slots that are moved for about the price of a row that is computed."""
+
 _MAX_US = 2**32 - 1
 
 log = structlog.get_logger(__name__)
@@ -347,6 +350,7 @@ class NodeServer:
         row_of = {node: row for row, node in enumerate(rows.nodes)} if session.is_last else {}
         returned = tuple(node for node in message.want if node in row_of)
         out = [row_of[node] for node in returned] if session.is_last else None
+        num_moved = 0 if rows.move is None else len(rows.move.sources)
         tensors = StepTensors(hidden, rows.live_rows, out, dtype)
         step = _Step(on_device, message, rows, tensors, returned, _now_us())
         overload = self._batching.add(
@@ -355,6 +359,7 @@ class NodeServer:
                 user=session.user,
                 # A step without a live row takes its turn as well: what it moves, it moves behind the steps before it.
                 num_rows=max(1, len(rows.live_rows)),
+                extra_rows=message.tensor.num_rows - len(rows.live_rows) + num_moved // _MOVES_PER_ROW,
                 group=session.layers,
                 priority=Priority(session.plan.priority),
                 is_tree=not rows.is_chain,
