@@ -1,7 +1,7 @@
 """Which rows of which sessions run in the next forward: continuous batching of decodes, trees and chunked prefill.
 
 Guarantees: rows of one session are issued in order and each is done exactly once; a forward holds rows of one group
-only and never more than ``max_rows``; a prefill slows the steps of *other* users that decode by no more than
+only and never more than ``max_rows``; a prefill slows the steps of *other* users who decode steadily by no more than
 MAX_SLOWDOWN, as far as the learned time of a forward is right; users (not sessions) share what is left evenly; work of
 BATCH priority hardly shows to the others; everything that waits is reached within a bounded number of forwards.
 
@@ -13,8 +13,8 @@ first piece runs. KV of a cancelled session is kept until its batches in flight 
 
 States of a row: waiting, in flight, done. A session whose batch failed waits until its later rows that are in flight
 are back; their results do not count. Timers, in seconds of the monotonic clock: deadlines of works that have not
-begun, the turn of BATCH work while the device is left idle for others, and the end of a hold for a step that is
-expected at once.
+begun, the turn of BATCH work while the device is left idle for others, when a step that others are patient for is late,
+and the end of a hold for a step that is expected at once.
 
 Source: chunked prefill with a token budget after Sarathi-Serve (arXiv 2403.02310); fairness over measured service after
 the Virtual Token Counter (arXiv 2401.00588), with start-time fair queueing's virtual time. Still ugly: every decision
@@ -28,7 +28,7 @@ import enum
 import heapq
 import math
 from collections import Counter, deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple
@@ -72,7 +72,18 @@ HOLD_SLACK_S = 0.0005
 """How much later than expected such a step may come: the event loop's own turns."""
 
 RECENT_S = 1.0
-"""A user whose last step was done no longer ago is between two tokens. Longer than any round trip on earth."""
+"""A user whose last step was done longer ago is not between two tokens. Longer than any round trip on earth."""
+
+LATE_GAPS = 3.0
+"""After so many of its usual gaps a step is late, and nobody is asked to be patient for it: otherwise who stops, or
+pretends to go on, keeps the prefills of all others short for RECENT_S. Networks double a round trip now and then."""
+
+LATE_SLACK_S = 0.010
+"""The same for gaps of next to nothing: what a garbage collection or another process takes."""
+
+MIN_STEADY_STEPS = 3
+"""Steps in a row that were not late until a session's next one is waited for. Fewer, and two steps that come together
+would earn what takes a decoder all of its steps; a new session must show them as well, since it costs nothing."""
 
 MAX_SKIPPED_FORWARDS = 3
 """Forwards in a row that may leave the next prefill out; then it gets MIN_CHUNK_ROWS whatever it costs others."""
@@ -282,11 +293,30 @@ class _Session:
     """Rows of its last small step."""
     gap_s: float | None = None
     """From a step's end to the next one's arrival, rather too short than too long; None before the first."""
+    num_in_time: int = 0
+    """Steps in a row that were not late."""
 
     @property
     def cost_rows(self) -> int:
         """What waits, as rows."""
         return self.num_waiting + self.num_extra
+
+    def late_at(self) -> float:
+        """When its next step is late; infinity while one is in flight."""
+        if self.flights or self.ended_at is None:
+            return math.inf
+        return self.ended_at + min(RECENT_S, LATE_GAPS * (self.gap_s or 0.0) + LATE_SLACK_S)
+
+    def note_arrival(self, arrived: float) -> None:
+        """A step comes while none waits."""
+        if self.ended_at is None:
+            return
+        gap_s = max(0.0, arrived - self.ended_at)
+        is_in_time = gap_s <= RECENT_S if self.gap_s is None else arrived <= self.late_at()
+        self.num_in_time = self.num_in_time + 1 if is_in_time else 0
+        gap_s = min(gap_s, RECENT_S)
+        before_s = gap_s if self.gap_s is None else self.gap_s
+        self.gap_s = min(gap_s, before_s + _GAP_RISE * (gap_s - before_s))
 
     def head(self) -> _Entry:
         """The first work with rows that wait."""
@@ -481,10 +511,8 @@ class BatchingCore:
         session = found or self._open(work)
         if session.group != work.group or (session.user.name, session.priority) != (work.user, work.priority):
             raise LocalProtocolError("a session keeps its layers, its user and its priority")
-        if not session.entries and session.ended_at is not None:
-            gap_s = min(max(0.0, work.arrived - session.ended_at), RECENT_S)
-            before_s = gap_s if session.gap_s is None else session.gap_s
-            session.gap_s = min(gap_s, before_s + _GAP_RISE * (gap_s - before_s))
+        if not session.entries:
+            session.note_arrival(work.arrived)
         if not session.num_waiting:
             least_s = self._virtual_s[session.priority] - MAX_SERVICE_CREDIT_S
             session.user.service_s = max(session.user.service_s, least_s)
@@ -596,7 +624,7 @@ class BatchingCore:
         times = [self._deadlines[0][0]] if self._deadlines else []
         if self._held_until is not None:
             times.append(self._held_until)
-        elif self._waits(Priority.BATCH) and not self._flights:
+        if self._waits(Priority.BATCH) and not self._flights:
             times.append(self._batch_served_at + MAX_BATCH_WAIT_S)
         return min(times, default=None)
 
@@ -654,14 +682,18 @@ class BatchingCore:
         if not draft.parts and prefills and prefills[0].group == draft.group:
             # Where all that others can wait for is less than a chunk, their forward can carry more than one between.
             few = draft.rows_within(patience.towards(prefills[0].user.name)) < min(MIN_CHUNK_ROWS, self.max_rows)
-            within_s = math.inf if few else within_s
-        self._held_until = self._expected_by(now, within_s)
-        if self._held_until is not None:
-            return None
+            within_s = draft.time.predict(MIN_CHUNK_ROWS) if few else within_s
+        if not is_owed:
+            self._held_until = self._expected_by(now, within_s)
+            if self._held_until is not None:
+                return None
         self._fill_prefills(draft, prefills, patience, due)
         self._fill_background(draft, background, batch_s, due_batch)
         if draft.parts:
             self._count_skipped(draft, prefills, background, now)
+        elif not self._flights:
+            late_at = min((session.late_at() for session in self._between_steps(now)), default=math.inf)
+            self._held_until = late_at if late_at < math.inf else None
         return draft
 
     def _new_draft(self, group: Hashable) -> _Draft:
@@ -722,9 +754,7 @@ class BatchingCore:
             patience.add(session.user.name, wait_s)
             if batch_share * usual_s - waited_s < batch_s:
                 batch_s = batch_share * usual_s - waited_s
-        for session in self._recent.values():
-            if session.num_waiting or session.num_prefills > 1:
-                continue
+        for session in self._between_steps(now):
             usual_s = (session.gap_s or 0.0) + self._time(session.group).predict(session.decode_rows)
             patience.add(session.user.name, max(share * usual_s, session.user.tolerated_s(now)))
             batch_s = min(batch_s, batch_share * usual_s)
@@ -735,15 +765,20 @@ class BatchingCore:
         last: float | None = None
         if self._flights:
             return None
-        for session in reversed(self._recent.values()):
-            if session.ended_at is None or session.ended_at < self._idle_since:
-                break
-            if session.gap_s is None:
+        for session in self._between_steps(now):
+            if session.ended_at is None or session.gap_s is None or session.ended_at < self._idle_since:
                 continue
             late_s = 1.5 * session.gap_s + HOLD_SLACK_S
-            if not session.entries and late_s <= within_s and session.ended_at + late_s > now:
+            if late_s <= within_s and session.ended_at + late_s > now:
                 last = max(last or 0.0, session.ended_at + late_s)
         return last
+
+    def _between_steps(self, now: float) -> Iterator[_Session]:
+        """Those who decode steadily and whose next step has not come and is not late."""
+        for session in self._recent.values():
+            is_steady = session.num_in_time >= MIN_STEADY_STEPS and session.num_prefills <= 1
+            if is_steady and not session.num_waiting and now < session.late_at():
+                yield session
 
     def _fill_decodes(self, draft: _Draft, decodes: list[_Session], room: int) -> None:
         here = [session for session in decodes if session.group == draft.group]

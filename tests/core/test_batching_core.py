@@ -15,6 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from fusion_node.engine.batching_core import (
     GROW_AFTER,
+    LATE_GAPS,
+    LATE_SLACK_S,
     MAX_BATCH_SLOWDOWN,
     MAX_BATCH_WAIT_S,
     MAX_DECODE_ROWS,
@@ -25,6 +27,7 @@ from fusion_node.engine.batching_core import (
     MAX_SKIPPED_FORWARDS,
     MAX_SLOWDOWN,
     MIN_CHUNK_ROWS,
+    MIN_STEADY_STEPS,
     RECENT_S,
     Batch,
     BatchingCore,
@@ -107,6 +110,14 @@ def decode_once(batching: BatchingCore, session: str, *, now: float = 0.0) -> fl
     end = now + seconds_of(1)
     finish(batching, batch, now=end)
     return end
+
+
+def decode_steadily(batching: BatchingCore, session: str, *, gap_s: float, now: float = 0.0) -> float:
+    """As many steps as make a session one that is waited for; returns when the last is done."""
+    now = decode_once(batching, session, now=now)
+    for _ in range(MIN_STEADY_STEPS):
+        now = decode_once(batching, session, now=now + gap_s)
+    return now
 
 
 # Order within a session.
@@ -199,25 +210,52 @@ def test_prefill_beside_decodes_of_its_own_user_takes_the_whole_forward() -> Non
 
 def test_prefill_while_others_are_between_two_tokens_leaves_the_device_in_time() -> None:
     batching = core()
-    now = decode_once(batching, "a1")
-    now = decode_once(batching, "a1", now=now + 0.05)
+    now = decode_steadily(batching, "a1", gap_s=0.05)
     add(batching, work("p1", 8_000, at=now + 0.01))
     between = batch_of(batching, now=now + 0.01)
     assert between.num_rows > MIN_CHUNK_ROWS
     assert seconds_of(between.num_rows) <= (MAX_SLOWDOWN - 1) * (0.05 + seconds_of(1))
 
 
-def test_prefill_after_others_were_quiet_for_a_while_takes_the_whole_forward() -> None:
+@pytest.mark.parametrize("gap_s", [0.001, 0.1, 0.9])
+def test_prefill_has_the_device_once_a_decoder_is_late(gap_s: float) -> None:
     batching = core()
-    now = decode_once(batching, "a1") + RECENT_S + 0.01
+    now = decode_steadily(batching, "a1", gap_s=gap_s) + min(RECENT_S, LATE_GAPS * gap_s + LATE_SLACK_S) + 0.001
     add(batching, work("p1", 8_000, at=now))
     assert batch_of(batching, now=now).num_rows == 512
 
 
+def test_decoder_that_was_late_is_protected_again_after_steady_steps_only() -> None:
+    batching = core()
+    now = decode_steadily(batching, "a1", gap_s=0.001)
+    now = decode_once(batching, "a1", now=now + 0.5)
+    for _ in range(MIN_STEADY_STEPS):
+        add(batching, work("p1", 512, at=now))
+        batch = batch_of(batching, now=now)
+        assert batch.num_rows == 512
+        finish(batching, batch, now=now)
+        now = decode_once(batching, "a1", now=now + 0.001)
+    add(batching, work("p1", 512, at=now))
+    assert batching.next_batch(now=now) is None
+
+
+def test_device_is_held_no_longer_than_the_forward_that_would_run_instead() -> None:
+    batching = core()
+    decode_steadily(batching, "slow1", gap_s=0.2)
+    now = decode_steadily(batching, "fast1", gap_s=0.001, now=0.9)
+    add(batching, work("fast1", at=now + 0.001), work("slow1", at=now + 0.001))
+    finish(batching, batch_of(batching, now=now + 0.001), now=now + 0.03)
+    add(batching, work("p1", 8_000, at=now + 0.03))
+    assert batching.next_batch(now=now + 0.03) is None
+    held_until = batching.get_timer()
+    assert held_until is not None
+    assert held_until <= now + 0.03 + seconds_of(MIN_CHUNK_ROWS)
+    assert rows_of(batch_of(batching, now=held_until), "p1") >= MIN_CHUNK_ROWS
+
+
 def test_decode_that_waited_for_a_prefill_is_not_slowed_by_one_again() -> None:
     batching = core()
-    now = decode_once(batching, "a1")
-    now = decode_once(batching, "a1", now=now + 0.015)
+    now = decode_steadily(batching, "a1", gap_s=0.015)
     add(batching, work("p1", 8_000, at=now + 0.005))
     between = batch_of(batching, now=now + 0.005)
     add(batching, work("a1", at=now + 0.006))
@@ -244,8 +282,7 @@ def test_prefill_is_never_left_out_of_more_than_a_few_forwards() -> None:
 
 def test_step_expected_at_once_is_waited_for_so_that_it_does_not_miss_the_forward() -> None:
     batching = core()
-    now = decode_once(batching, "a1")
-    now = decode_once(batching, "a1", now=now + 0.001)
+    now = decode_steadily(batching, "a1", gap_s=0.001)
     add(batching, work("b1", at=now))
     assert batching.next_batch(now=now) is None
     held_until = batching.get_timer()
@@ -257,8 +294,7 @@ def test_step_expected_at_once_is_waited_for_so_that_it_does_not_miss_the_forwar
 
 def test_step_that_was_expected_and_does_not_come_holds_nobody_up() -> None:
     batching = core()
-    now = decode_once(batching, "a1")
-    now = decode_once(batching, "a1", now=now + 0.001)
+    now = decode_steadily(batching, "a1", gap_s=0.001)
     add(batching, work("b1", at=now))
     assert batching.next_batch(now=now) is None
     held_until = batching.get_timer()
@@ -557,15 +593,21 @@ def test_batch_work_gets_one_forward_in_sixteen_at_least() -> None:
 
 def test_batch_work_waits_while_somebody_is_between_two_tokens_but_not_for_ever() -> None:
     batching = core()
-    now = decode_once(batching, "a1")
-    now = decode_once(batching, "a1", now=now + 0.01)
+    now = decode_steadily(batching, "a1", gap_s=0.01)
     add(batching, work("slow1", 8_000, at=now, priority=Priority.BATCH))
+    timers = []
     while batching.next_batch(now=now) is None:
         timer = batching.get_timer()
         assert timer is not None
         assert timer > now
         now = timer
-    assert now == pytest.approx(seconds_of(1) * 2 + 0.01 + MAX_BATCH_WAIT_S)
+        timers.append(now)
+    # As soon as the step is late.
+    assert timers == [pytest.approx(seconds_of(1) * 4 + 3 * 0.01 + LATE_GAPS * 0.01 + LATE_SLACK_S)]
+    batching = core()
+    now = decode_steadily(batching, "a1", gap_s=0.9)
+    add(batching, work("slow1", 8_000, at=now - 0.9, priority=Priority.BATCH))
+    assert batching.get_timer() == pytest.approx(now - 0.9 + MAX_BATCH_WAIT_S)
 
 
 # Failures.
@@ -958,9 +1000,9 @@ class AnySchedule(RuleBasedStateMachine):
                 assert timer is not None
                 self.now = max(self.now, timer)
                 self._forget(self.core.handle_timer(now=self.now))
-                # One for a step that was expected, one for each deadline, one for BATCH.
+                # One for each step that was expected and is late, one for each deadline, one for BATCH.
                 num_timers += 1
-                assert num_timers <= rows + 2
+                assert num_timers <= rows + 2 + 6
             if not self.queued:
                 break
             num_forwards += 1

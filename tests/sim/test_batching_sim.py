@@ -223,3 +223,52 @@ def test_wide_trees_and_decodes_survive_a_prefill_together(seed: int) -> None:
     for name in ("narrow", "wide"):
         slowest = max(beside.gaps(name, since=WARM_S, until=ended))
         assert slowest <= 2 * max(alone.gaps(name, since=WARM_S)), f"{name}, seed {seed}"
+
+
+def idler(sim: Simulation, name: str, *, num_quick: int, rest_s: float) -> None:
+    """Steps a moment after one another, as many as told, then a rest; and again."""
+    num_steps = 0
+
+    def ended() -> None:
+        nonlocal num_steps
+        num_steps += 1
+        sim.at(sim.now + (rest_s if num_steps % num_quick == 0 else 0.0005), step)
+
+    def step() -> None:
+        sim.send(name, name, 1, on_end=ended)
+
+    sim.at(sim.random.uniform(0, rest_s), step)
+
+
+@pytest.mark.parametrize("num_quick", [1, 2, 3, 6])
+@pytest.mark.parametrize("num_idlers", [1, 4])
+def test_users_who_hardly_decode_hardly_slow_a_prefill(num_idlers: int, num_quick: int) -> None:
+    sim = Simulation(0)
+    sim.flood("prefill", 1, 2_000)
+    for number in range(num_idlers):
+        idler(sim, f"idler{number}", num_quick=num_quick, rest_s=0.97)
+    sim.run(20.0)
+    # Alone it would get all of the time. Each step of an idler may cost it a small forward, and no more.
+    num_steps = sum(rows for user, rows in sim.served_rows.items() if user != "prefill")
+    assert num_steps >= 10 * num_idlers
+    left_s = 20.0 - 3 * num_steps * (FIXED_S + ROW_S)
+    assert sim.served_rows["prefill"] >= max(0.3 * 20.0, 0.9 * left_s) * 512 / (FIXED_S + ROW_S * 512)
+
+
+def test_device_is_not_kept_idle_for_a_slow_step_because_of_a_fast_one() -> None:
+    sim = Simulation(0)
+    sim.flood("prefill", 1, 2_000)
+
+    def pair() -> None:
+        sim.send("first", "first", 1, on_end=again)
+        sim.send("second", "second", 1)
+
+    def once() -> None:
+        sim.send("first", "first", 1, on_end=lambda: sim.at(sim.now + 0.001, pair))
+
+    def again() -> None:
+        sim.at(sim.now + 0.5, once)
+
+    sim.at(0.0, once)
+    sim.run(20.0)
+    assert sim.served_rows["prefill"] >= 0.7 * 20.0 * 512 / (FIXED_S + ROW_S * 512)
