@@ -16,7 +16,7 @@ from fusion_node.engine.block_manager_core import BLOCK_SLOTS
 from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.numerics import numerics_class
 from fusion_node.engine.session_log_core import SessionLog, StepRows
-from fusion_node.engine.shard_engine import ShardEngine
+from fusion_node.engine.shard_engine import MAX_PARTS, ShardEngine
 from fusion_node.engine.stage import Stage
 from fusion_node.errors import InvalidLayers, ResourceExhausted
 from fusion_node.types import LayerRange
@@ -227,6 +227,19 @@ def test_parts_of_the_layers_share_the_pool_with_the_whole() -> None:
         close_to(server.boundary.logits(hidden[0])[-1], server.reference(ids))
     with pytest.raises(InvalidLayers, match="not within"):
         Server(tiny_model("qwen3"), num_blocks=8, max_rows=64, cuts=(0, 4)).engine.check_layers(WHOLE)
+
+
+def test_ranges_that_strangers_choose_are_kept_up_to_a_number() -> None:
+    server = Server(tiny_model("llama", num_hidden_layers=10), num_blocks=8, max_rows=64, cuts=(0, 10))
+    assert server.open(16) is not None
+    step = SessionLog(16).apply(0, first_node=1, num_rows=1, parent=0, parents=(), advance=1)
+    assert isinstance(step, StepRows)
+    ranges = [LayerRange(a, b) for a in range(10) for b in range(a + 1, 11)]
+    for layers in [*ranges, ranges[-1]]:
+        batch = server.engine.plan(layers, [(0, step, 0, 1, False)])
+        assert server.engine.run(batch, [torch.zeros(1, server.engine.hidden_size)])[0] is not None
+    assert len(ranges) > MAX_PARTS
+    assert server.engine.num_parts == MAX_PARTS
 
 
 def test_fork_shares_what_it_has_and_leaves_its_source_alone() -> None:
