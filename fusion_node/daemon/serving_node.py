@@ -159,8 +159,8 @@ async def load_shard(config: NodeConfig, model: StoredModel, discovery: Discover
 def _warm_up_rows(device: Device) -> tuple[int, ...]:
     """Forwards to run before the node is announced: kernels are chosen, caches filled, and the batching core learns.
 
-    The widest forward comes last on a GPU: what it takes is then known when the KV budget is cut from what is free. Not on
-    a CPU, where it would keep a large shard from serving for minutes, and three quarters of what is free are left to it.
+    The widest forward comes last on a GPU: what it takes is then known when the KV budget is cut from what is free. Not
+    on a CPU, where it would keep a large shard from serving for minutes, and three quarters of what is free are left.
     """
     return (1, 16, MAX_DECODE_ROWS) if device.type == "cpu" else (1, 16, MAX_DECODE_ROWS, MAX_ROWS)
 
