@@ -30,7 +30,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 from fusion_node.engine.forward_time_core import ForwardTime
@@ -48,6 +48,11 @@ MAX_USER_WAITING_SHARE = 0.5
 
 MAX_DECODE_ROWS = 64
 """A step of more rows is a prefill, whatever the device: the widest speculation tree that the design allows for."""
+
+MAX_WIDTH_RATIO = 2
+"""Of the rows of one user's small steps to those of the least demanding user: beyond it they take turns in what doubles
+the time of a forward, or else several users together could pass a prefill off as decodes. Trees of like shape differ by
+less."""
 
 MAX_LEARNED_EXTRA_SHARE = 0.25
 """What the steps of a forward may cost beside its rows, in multiples of them, for its time to say something of rows."""
@@ -233,6 +238,8 @@ class _Entry:
     issued: int = 0
     """Rows in flight or done."""
     done: int = 0
+    took_turns: bool = False
+    """Steps of others went before it, because it is wide."""
 
     @property
     def extra_rows(self) -> int:
@@ -676,8 +683,11 @@ class BatchingCore:
             if alone.rows_within(patience.towards(prefills[0].user.name)) >= MIN_CHUNK_ROWS:
                 draft = alone
         is_owed = due is not None or due_batch is not None
-        self._fill_decodes(draft, decodes, draft.room - min(MIN_CHUNK_ROWS, draft.room) if is_owed else draft.room)
-        patience, batch_s = self._patience(decodes + trees, draft, now)
+        room = draft.room - min(MIN_CHUNK_ROWS, draft.room) if is_owed else draft.room
+        self._fill_decodes(draft, decodes, room, now)
+        # A decode that waits for its turn is not made later by a prefill in this forward than those in it are.
+        taken = [session for session in decodes if session.group != draft.group or session in draft.sessions]
+        patience, batch_s = self._patience(taken + trees, draft, now)
         within_s = MAX_HOLD_SHARE * draft.time.predict(max(draft.cost_rows, 1))
         if not draft.parts and prefills and prefills[0].group == draft.group:
             # Where all that others can wait for is less than a chunk, their forward can carry more than one between.
@@ -748,6 +758,9 @@ class BatchingCore:
                 together_s if session in draft.sessions else self._time(session.group).predict(session.cost_rows)
             )
             waited_s = min(now - entry.work.arrived, self._bulk_s - entry.bulk_before_s)
+            if entry.took_turns:
+                # That it waited for without any prefill, too.
+                usual_s += now - entry.work.arrived - waited_s
             wait_s = share * usual_s - waited_s
             if session.user.own_prefills:
                 wait_s = max(wait_s, session.user.tolerated_s(now))
@@ -780,15 +793,53 @@ class BatchingCore:
             if is_steady and not session.num_waiting and now < session.late_at():
                 yield session
 
-    def _fill_decodes(self, draft: _Draft, decodes: list[_Session], room: int) -> None:
+    def _fill_decodes(self, draft: _Draft, decodes: list[_Session], room: int, now: float) -> None:
         here = [session for session in decodes if session.group == draft.group]
-        if sum(session.cost_rows for session in here) > room:
+        budget = self._wide_rows(draft.group)
+        num_rows = sum(session.cost_rows for session in here)
+        if num_rows > room:
             here.sort(key=_service)
+        if num_rows > budget:
+            narrow, wide = self._split_wide(here, now)
+            wide.sort(key=_service)
+            here = narrow
+            for session in wide:
+                if session.cost_rows <= budget:
+                    budget -= session.cost_rows
+                    here.append(session)
+                else:
+                    session.head().took_turns = True
         for session in here:
             if draft.cost_rows >= room:
                 break
             draft.fill(session, room - draft.cost_rows)
         draft.decode_cost_rows, draft.num_decode_parts = draft.cost_rows, len(draft.parts)
+
+    def _wide_rows(self, group: Hashable) -> int:
+        """Rows of wide steps that a forward may hold, all users together: those that double its time."""
+        time = self._time(group)
+        if time.fixed_s >= MAX_ROWS * time.row_s:
+            return MAX_ROWS if time.is_known else MIN_CHUNK_ROWS
+        return max(self._max_decode_rows(group), int(time.fixed_s / time.row_s))
+
+    def _split_wide(self, steps: list[_Session], now: float) -> tuple[list[_Session], list[_Session]]:
+        """Those with which a user does not ask for much more than the least demanding, and those with which it does.
+
+        The former go together whatever their number, since taking turns would make all of them slower.
+        """
+        expected = (session.decode_rows for session in self._between_steps(now))
+        narrowest = min(chain((session.cost_rows for session in steps), expected))
+        rows_of: dict[str, int] = {}
+        narrow: list[_Session] = []
+        wide: list[_Session] = []
+        for session in steps:
+            rows = rows_of.get(session.user.name, 0) + session.cost_rows
+            if rows > MAX_WIDTH_RATIO * narrowest:
+                wide.append(session)
+            else:
+                rows_of[session.user.name] = rows
+                narrow.append(session)
+        return narrow, wide
 
     def _fill_prefills(
         self, draft: _Draft, prefills: list[_Session], patience: _Patience, due: _Session | None

@@ -321,6 +321,43 @@ def test_many_sessions_of_one_user_do_not_pass_for_decodes_together() -> None:
     assert seconds_of(batch.num_rows) <= 4 * seconds_of(1)
 
 
+def test_wide_steps_of_many_users_leave_a_decode_its_time() -> None:
+    batching = core()
+    add(batching, *(work(f"x{number}", 15, user=f"x{number}") for number in range(8)), work("a1"))
+    seen: list[str] = []
+    for _ in range(8):
+        batch = batch_of(batching)
+        assert rows_of(batch, "a1") == 1
+        assert seconds_of(batch.num_rows) <= 2 * seconds_of(1)
+        seen += [str(piece.work.session) for piece in batch.pieces if piece.work.session != "a1"]
+        finish(batching, batch)
+        add(batching, work("a1"))
+    # Each in its turn.
+    assert sorted(seen) == [f"x{number}" for number in range(8)]
+
+
+def test_steps_of_like_width_share_a_forward_whatever_their_number() -> None:
+    batching = core()
+    add(batching, *(work(f"x{number}", 8 + number % 4, user=f"x{number}") for number in range(16)))
+    assert len(batch_of(batching).pieces) == 16
+    batching = core()
+    add(batching, *(work(f"x{number}", user=f"x{number}") for number in range(200)))
+    assert batch_of(batching).num_rows == 200
+
+
+def test_prefill_goes_on_beside_wide_steps_that_have_to_wait() -> None:
+    batching = core()
+    add(batching, *(work(f"x{number}", 15, user=f"x{number}") for number in range(8)), work("p1", 8_000), work("a1"))
+    now, rows = 0.0, []
+    for _ in range(20):
+        batch = batch_of(batching, now=now)
+        rows.append(rows_of(batch, "p1"))
+        now += seconds_of(batch.num_rows)
+        for ended in finish(batching, batch, now=now):
+            add(batching, Work(ended.session, ended.user, ended.num_rows, A, arrived=now))
+    assert sum(rows) >= 20 * MIN_CHUNK_ROWS
+
+
 def test_wide_tree_is_protected_from_a_prefill_as_a_decode_is() -> None:
     batching = core()
     tree = Work("a1", "a", 40, A, is_tree=True)

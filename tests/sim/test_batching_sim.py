@@ -272,3 +272,17 @@ def test_device_is_not_kept_idle_for_a_slow_step_because_of_a_fast_one() -> None
     sim.at(0.0, once)
     sim.run(20.0)
     assert sim.served_rows["prefill"] >= 0.7 * 20.0 * 512 / (FIXED_S + ROW_S * 512)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("num_users", [1, 4, 8])
+def test_prefill_cut_into_decodes_of_many_users_slows_a_decoder_as_one_does(num_users: int, seed: int) -> None:
+    alone, beside = with_decoders(seed, [0.020]), with_decoders(seed, [0.020])
+    for number in range(num_users):
+        beside.at(WARM_S, lambda number=number: beside.flood(f"cut{number}", 1, 15))
+    alone.run(20.0)
+    beside.run(20.0)
+    usual, now = (statistics.mean(sim.gaps("d0", since=WARM_S)) for sim in (alone, beside))
+    # One step shares the decoder's forward, and one forward goes on while its token is under way.
+    assert now <= 2.5 * usual
+    assert min(beside.served_rows[f"cut{number}"] for number in range(num_users)) >= 2_000 / num_users
