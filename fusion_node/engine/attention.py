@@ -15,8 +15,8 @@ H head dim, P slots of the pool.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,8 +33,14 @@ _PAD_BELOW_BYTES = {"cpu": 96 * 1024, "cuda": 4 * 1024 * 1024}
 """KV of one sequence in one layer, up to which single tokens attend together. Measured on two CPU cores: one call costs
 as much as copying this. On a GPU, launches dominate for longer."""
 
-_MAX_SCORES = 2**24
-"""Scores of one manual attention call; more rows are taken one part after the other, to keep memory flat."""
+MAX_SCORES = 2**24
+"""Scores of one attention call that needs them or a mask in memory: 64 MiB in float32. More rows are taken one part
+after the other, so that memory stays flat however long the sequence is."""
+
+_KEPT_SHARE = 4
+"""Masks of a whole batch are kept for all layers up to this part of MAX_SCORES: 512 rows of 8,192 positions. What is
+beyond is made anew for every layer. Measured on a CPU, 512 rows at the end of 32,768 positions, nine heads of which each
+three share keys: 114 MiB and 1.2 s per layer instead of 267 MiB and 0.85 s."""
 
 
 class KVSource(Protocol):
@@ -98,6 +104,8 @@ class Group:
         tokens: which of the packed tokens; an index ``[B]`` when they are of different sequences.
         slots: the pool's slots that they read; ``[B * S]`` when they are of different sequences.
         mask: added to the scores, ``[T, S]`` or ``[B, 1, 1, S]``.
+        make_mask: that of the tokens ``[first, stop)`` of the group alone, where the whole would be too large.
+        max_scores: of one call.
     """
 
     tokens: slice | torch.Tensor
@@ -105,7 +113,20 @@ class Group:
     mask: torch.Tensor | None = None
     is_causal: bool = False
     num_sequences: int = 1
+    make_mask: Callable[[int, int], torch.Tensor] | None = None
+    max_scores: int = MAX_SCORES
     _folded: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def num_folded(self) -> int:
+        """Elements of the repeated masks that are kept."""
+        return sum(mask.numel() for mask in self._folded.values())
+
+    def mask_of(self, first: int, stop: int) -> torch.Tensor | None:
+        """The mask of the tokens ``[first, stop)``."""
+        if self.make_mask is not None:
+            return self.make_mask(first, stop)
+        return self.mask if self.mask is None or self.mask.dim() == 4 else self.mask[first:stop]
 
     def folded_mask(self, times: int) -> torch.Tensor | None:
         """The mask for so many query heads that stand one after the other as queries of one, ``[times * T, S]``."""
@@ -124,6 +145,7 @@ class PackedBatch:
         first_layer: what the first layer of the pool calls itself.
         query_dtype: to which queries are rounded before the scores, when it is not their own type.
         kv_dtype: of the pool.
+        max_scores: of one attention call, where it needs them or a mask in memory.
     """
 
     pool: KVReader
@@ -131,9 +153,12 @@ class PackedBatch:
     first_layer: int = 0
     query_dtype: torch.dtype | None = None
     kv_dtype: torch.dtype = torch.float32
+    max_scores: int = MAX_SCORES
     new_slots: slice | torch.Tensor = field(init=False)
     """Where in the pool the new tokens go."""
     _groups: dict[tuple[int | None, int, torch.dtype], list[Group]] = field(default_factory=dict)
+    _num_kept: int = 0
+    """Elements of the masks that are kept."""
 
     def __post_init__(self) -> None:
         self.new_slots = self.place([r for s in self.segments for r in _cut(s.runs, s.first_slot)])
@@ -158,17 +183,35 @@ class PackedBatch:
     def group_of(self, s: Segment, window: int | None, dtype: torch.dtype) -> Group:
         first = _first_seen(s, window)
         tokens, slots = slice(s.start, s.stop), self.place(_cut(s.runs, first))
+        if s.visible is None and s.num_tokens == 1:
+            return Group(tokens, slots, max_scores=self.max_scores)
+        if s.visible is None and s.first_slot == 0 and (window is None or s.num_slots <= window):
+            return Group(tokens, slots, is_causal=True, max_scores=self.max_scores)
+
+        def make_mask(start: int, stop: int) -> torch.Tensor:
+            return self._mask_of(s, window, start, stop, dtype)
+
+        num_elements = s.num_tokens * (s.num_slots - first)
+        if self._num_kept + num_elements > self.max_scores // _KEPT_SHARE:
+            return Group(tokens, slots, make_mask=make_mask, max_scores=self.max_scores)
+        self._num_kept += num_elements
+        return Group(tokens, slots, make_mask(0, s.num_tokens), max_scores=self.max_scores)
+
+    def _mask_of(self, s: Segment, window: int | None, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
+        """Of the tokens ``[start, stop)`` of a segment, for the slots from the first seen on."""
+        device = self.pool.device
         if s.visible is not None:
-            return Group(tokens, slots, self._mask(tree_mask(s, window), dtype))
-        if s.num_tokens == 1:
-            return Group(tokens, slots)
-        if s.first_slot == 0 and (window is None or s.num_slots <= window):
-            return Group(tokens, slots, is_causal=True)
-        own, seen = np.arange(s.first_slot, s.num_slots)[:, None], np.arange(first, s.num_slots)
-        sees = seen <= own
-        if window is not None:
-            sees &= own - seen < window
-        return Group(tokens, slots, self._mask(sees, dtype))
+            return self._mask(torch.from_numpy(tree_mask(s, window, start, stop)).to(device), dtype)
+        # Made where it is needed: to move it there would take longer than the attention.
+        first = _first_seen(s, window)
+        if window is None:
+            # All see what was there before, which is most of a long sequence.
+            mask = torch.zeros((stop - start, s.num_slots), dtype=dtype, device=device)
+            mask[:, s.first_slot :] = torch.full_like(mask[:, s.first_slot :], -torch.inf).triu_(start + 1)
+            return mask
+        own = torch.arange(s.first_slot + start, s.first_slot + stop, device=device)[:, None]
+        seen = torch.arange(first, s.num_slots, device=device)
+        return self._mask((seen <= own) & (seen > own - window), dtype)
 
     def _padded(self, segments: list[Segment], window: int | None, dtype: torch.dtype) -> Group:
         rows = [np.concatenate([_arange(r) for r in _cut(s.runs, _first_seen(s, window))]) for s in segments]
@@ -178,7 +221,7 @@ class PackedBatch:
         return Group(
             torch.tensor([s.start for s in segments], device=self.pool.device),
             torch.from_numpy(slots.reshape(-1)).to(self.pool.device),
-            None if sees.all() else self._mask(sees[:, None, None], dtype),
+            None if sees.all() else self._mask(torch.from_numpy(sees[:, None, None]).to(self.pool.device), dtype),
             num_sequences=len(segments),
         )
 
@@ -187,9 +230,8 @@ class PackedBatch:
             return slice(runs[0].start, runs[-1].stop)
         return torch.from_numpy(np.concatenate([_arange(r) for r in runs])).to(self.pool.device)
 
-    def _mask(self, sees: npt.NDArray[np.bool_], dtype: torch.dtype) -> torch.Tensor:
-        mask = torch.zeros(sees.shape, dtype=dtype)
-        return mask.masked_fill_(torch.from_numpy(~sees), -torch.inf).to(self.pool.device)
+    def _mask(self, sees: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(sees.shape, dtype=dtype, device=sees.device).masked_fill_(~sees, -torch.inf)
 
 
 def packed_attention(
@@ -284,6 +326,19 @@ def _attend_fused(
         return F.scaled_dot_product_attention(
             query_BNTH, keys_BKSH, values_BKSH, is_causal=True, scale=scaling, enable_gqa=not is_repeated
         )
+    rows = max(1, group.max_scores // (num_groups * keys_BKSH.shape[2]))
+    if group.make_mask is not None or (group.mask is not None and rows < num_tokens):
+        parts = [
+            _attend_fused(
+                query_BNTH[:, :, first : first + rows],
+                keys_BKSH,
+                values_BKSH,
+                replace(group, mask=group.mask_of(first, min(first + rows, num_tokens)), make_mask=None, _folded={}),
+                scaling,
+            )
+            for first in range(0, num_tokens, rows)
+        ]
+        return torch.cat(parts, dim=2)
     # The G query heads of a KV head stand as G times as many queries: no key is repeated.
     folded = query_BNTH.reshape(num_sequences, num_kv_heads, num_groups * num_tokens, -1)
     out = F.scaled_dot_product_attention(
@@ -309,7 +364,7 @@ def _attend_manually(
     """For what the fused kernels lack. Softmax in float32. Returns ``[B, N, T, H]``."""
     num_sequences, num_heads, num_tokens, _ = query_BNTH.shape
     num_kv_heads, num_slots = keys_BKSH.shape[1], keys_BKSH.shape[2]
-    rows = max(1, _MAX_SCORES // (num_sequences * num_heads * num_slots))
+    rows = max(1, group.max_scores // (num_sequences * num_heads * num_slots))
     outs = []
     for first in range(0, num_tokens, rows):
         part = query_BNTH[:, :, first : first + rows]
@@ -318,8 +373,8 @@ def _attend_manually(
         scores = scores.view(num_sequences, num_heads, part.shape[2], num_slots)
         if softcap is not None:
             scores = torch.tanh(scores / softcap) * softcap
-        if group.mask is not None:
-            mask = group.mask if group.mask.dim() == 4 else group.mask[first : first + rows]
+        mask = group.mask_of(first, first + part.shape[2])
+        if mask is not None:
             scores = scores + mask
         elif group.is_causal:
             causal = torch.ones((part.shape[2], num_slots), dtype=torch.bool, device=scores.device).tril_(first)
@@ -357,9 +412,9 @@ def _arange(run: range) -> npt.NDArray[np.int64]:
     return np.arange(run.start, run.stop)
 
 
-def tree_mask(s: Segment, window: int | None) -> npt.NDArray[np.bool_]:
-    """What each token of a tree sees of the slots from the first seen on, ``[T, S]``."""
-    visible, num_live = s.visible or (), s.num_slots - s.num_committed
+def tree_mask(s: Segment, window: int | None, start: int = 0, stop: int | None = None) -> npt.NDArray[np.bool_]:
+    """What each of a tree's tokens ``[start, stop)`` sees of the slots from the first seen on, ``[T, S]``."""
+    visible, num_live = (s.visible or ())[start:stop], s.num_slots - s.num_committed
     num_bytes = (num_live + 7) // 8
     packed = np.frombuffer(b"".join(v.to_bytes(num_bytes, "little") for v in visible), dtype=np.uint8)
     tree = np.unpackbits(packed.reshape(len(visible), num_bytes), axis=1, bitorder="little")[:, :num_live]
@@ -367,7 +422,7 @@ def tree_mask(s: Segment, window: int | None) -> npt.NDArray[np.bool_]:
     sees[:, s.num_committed :] = tree.astype(bool)
     if window is not None:
         seen = np.concatenate([np.arange(s.num_committed), np.asarray(s.live_positions[:num_live], dtype=np.int64)])
-        sees &= np.asarray(s.positions)[:, None] - seen < window
+        sees &= np.asarray(s.positions[start:stop])[:, None] - seen < window
     mask: npt.NDArray[np.bool_] = sees[:, _first_seen(s, window) :]
     return mask
 
