@@ -39,8 +39,8 @@ after the other, so that memory stays flat however long the sequence is."""
 
 _KEPT_SHARE = 4
 """Masks of a whole batch are kept for all layers up to this part of MAX_SCORES: 512 rows of 8,192 positions. What is
-beyond is made anew for every layer. Measured on a CPU, 512 rows at the end of 32,768 positions, nine heads of which each
-three share keys: 114 MiB and 1.2 s per layer instead of 267 MiB and 0.85 s."""
+beyond is made anew for every layer. Measured on a CPU, 512 rows at the end of 32,768 positions, 9 query and 3 KV heads:
+114 MiB and 1.2 s per layer instead of 267 MiB and 0.85 s."""
 
 
 class KVSource(Protocol):
