@@ -90,6 +90,7 @@ class KVPool:
         self.num_slots = num_slots
         self.dtype = dtype
         self.device = device
+        self._slot_bytes = [bytes_per_slot((layout,), dtype) for layout in self.layouts]
         self._keys = [self._rows(layout.num_heads, layout.key_dim) for layout in layouts]
         self._values = [self._rows(layout.num_heads, layout.value_dim) for layout in layouts]
 
@@ -100,7 +101,7 @@ class KVPool:
 
     def bytes_per_slot_of(self, layer: int) -> int:
         """KV bytes of one position in one layer."""
-        return bytes_per_slot(self.layouts[layer : layer + 1], self.dtype)
+        return self._slot_bytes[layer]
 
     def write(self, layer: int, slots: slice | torch.Tensor, keys_KTH: torch.Tensor, values_KTH: torch.Tensor) -> None:
         """Writes new keys and values, rounded to the type at rest.

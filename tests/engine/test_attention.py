@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fusion_node.engine.attention import PackedBatch, Segment, attend
+from fusion_node.engine.attention import PackedBatch, Segment, attend, packed_attention
 from fusion_node.engine.kv_cache import KVLayout, KVPool
 
 FIRST, ROWS, KV_HEADS, HEADS, DIM = 300, 40, 3, 9, 16
@@ -84,3 +84,34 @@ def test_masks_kept_for_all_sequences_of_a_batch_are_bounded_together() -> None:
     batch = PackedBatch(pool, segments, max_scores=4 * 3 * ROWS * NUM_SLOTS)
     groups = batch.groups(None, 0, torch.float32)
     assert [group.make_mask is None for group in groups] == [True, True, True, False]
+
+
+@pytest.mark.parametrize("lengths", [(60, 4, 30), (4, 30, 60), (60, 60, 300, 4, 60)])
+@pytest.mark.parametrize("window", [None, 16])
+def test_single_tokens_that_attend_together_are_those_that_attend_alone(
+    lengths: tuple[int, ...], window: int | None
+) -> None:
+    """In whatever order they come, and however many fit into a group."""
+    torch.manual_seed(3)
+    pool = KVPool([KVLayout(KV_HEADS, DIM, DIM)], 2000, dtype=torch.float32, device=torch.device("cpu"))
+    pool.write(0, slice(0, 2000), torch.randn(KV_HEADS, 2000, DIM), torch.randn(KV_HEADS, 2000, DIM))
+    module = torch.nn.Module()
+    module.layer_idx = 0  # type: ignore[assignment]
+    count = len(lengths)
+    query, key, value = (torch.randn(1, heads, count, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+
+    def out(numbers: range) -> torch.Tensor:
+        segments = [
+            Segment(i, i + 1, lengths[n], (range(400 * n, 400 * n + lengths[n] + 1),), (lengths[n],))
+            for i, n in enumerate(numbers)
+        ]
+        rows = slice(numbers.start, numbers.stop)
+        batch = PackedBatch(pool, tuple(segments))
+        together, _ = packed_attention(
+            module, query[:, :, rows], key[:, :, rows], value[:, :, rows], None,
+            scaling=0.25, batch=batch, sliding_window=window,
+        )  # fmt: skip
+        return together
+
+    alone = torch.cat([out(range(n, n + 1)) for n in range(count)], dim=1)
+    torch.testing.assert_close(out(range(count)), alone)
