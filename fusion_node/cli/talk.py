@@ -52,6 +52,9 @@ def generate(
     seed: Seed = None,
     stop: Stop = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print speed and nodes after the answer.")] = False,
+    background: Annotated[
+        bool, typer.Option("--background", help="Nobody waits for it: nodes compute it with what others leave.")
+    ] = False,
     numerics: Numerics = "fp32",
     threads: Threads = None,
     mdns: Mdns = True,
@@ -66,7 +69,14 @@ def generate(
 
     async def run() -> None:
         async with SwarmClient(
-            model, peers=peer or (), home=home, numerics=numerics, threads=threads, mdns=mdns, prefix_cache=False
+            model,
+            peers=peer or (),
+            home=home,
+            numerics=numerics,
+            threads=threads,
+            mdns=mdns,
+            prefix_cache=False,
+            background=background,
         ) as swarm:
             answer = swarm.generate(text, params, raw=raw)
             pieces = []

@@ -171,6 +171,7 @@ class SwarmClient:
         mdns: whether to look for nodes on the local network and on this machine.
         prefix_cache: ask the nodes to keep the KV of an answer for some minutes, and begin an answer whose prompt
             begins like an earlier one with what they kept. Other users do not get at it.
+        background: nobody waits for the answers: nodes compute them with what others leave.
         connection: an existing connection; it is used and not closed.
 
     Raises:
@@ -188,9 +189,11 @@ class SwarmClient:
         threads: int | None = None,
         mdns: bool = True,
         prefix_cache: bool = True,
+        background: bool = False,
         identity: Identity | None = None,
         connection: SwarmConnection | None = None,
     ) -> None:
+        self._priority = 1 if background else 0
         self.model = ModelStore(home).find(model)
         self._numerics = numerics_class(numerics)
         self._device = choose_device(device)
@@ -480,6 +483,7 @@ class SwarmClient:
                 PlanStage(node.peer, layers.start, layers.stop, node.record.data_addresses)
                 for node, layers in routed.stages
             ),
+            priority=self._priority,
         )
 
     async def _route(self, num_positions: int) -> _Routed:

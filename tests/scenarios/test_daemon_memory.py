@@ -633,6 +633,40 @@ async def test_bad_step_that_waits_beside_a_good_one_changes_no_bit_of_it(
     assert rows[0] == rows[1]
 
 
+@pytest.mark.parametrize("priority", [0, 1])
+async def test_work_that_its_plan_calls_batch_work_waits_for_what_others_leave(
+    swarm: MemorySwarm, priority: int
+) -> None:
+    node, stage = await held_node(swarm)
+    first, background, waiting = (swarm.stranger() for _ in range(3))
+    plans = [
+        swarm.plan(first.peer, [node]),
+        swarm.plan(background.peer, [node], priority=priority),
+        swarm.plan(waiting.peer, [node]),
+    ]
+    for stranger, plan in zip((first, background, waiting), plans, strict=True):
+        await stranger.open(plan, [node])
+        await stranger.get(SessionOpened)
+    tensor, data = swarm.rows([7])
+    first.pool.send(node.peer, step(plans[0], tensor), data)
+    await until(lambda: stage.num_forward == 1)
+    tensor, data = swarm.rows([5 + n for n in range(60)])
+    for number, stranger in enumerate((background, waiting), 1):
+        stranger.pool.send(node.peer, step(plans[number], tensor), data)
+        await until(lambda: node.server.status().num_waiting_rows == 60 * number)  # noqa: B023
+    stage.gate.set()
+    came: list[int] = []
+
+    def all_came() -> bool:
+        for number, stranger in enumerate((background, waiting), 1):
+            if number not in came and any(isinstance(m, StepResult) for _, m, _ in stranger.frames):
+                came.append(number)
+        return len(came) == 2
+
+    await until(all_came)
+    assert came == ([1, 2] if priority == 0 else [2, 1])
+
+
 class FailsOnce(Stage):
     """The second of two devices: waits to be told, and fails the first time."""
 
