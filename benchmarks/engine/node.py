@@ -68,7 +68,7 @@ class Node:
             self._rig.engine.layers,
             Priority.INTERACTIVE,
             is_tree=not step.is_chain,
-            moves_kv=step.move is not None,
+            moves_kv=step.reuses_slots,
             arrived=now,
             payload=_Step(session, step, rows_TD, on_end),
         )

@@ -41,7 +41,7 @@ class Session:
         self._last_node = 0
 
     def step(self, num_rows: int, parents: Sequence[int] = ()) -> StepRows:
-        """The next step; all before it is committed, as in a plain answer.
+        """The next step; all before it is committed, and a chain commits itself, as in a plain answer.
 
         Args:
             parents: of a tree, per row the row that it hangs on; -1 is the last row of the step before.
@@ -53,7 +53,7 @@ class Session:
             num_rows=num_rows,
             parent=last,
             parents=[last if row < 0 else first + row for row in parents],
-            advance=last,
+            advance=last if parents else last + num_rows,
         )
         assert isinstance(applied, StepRows), applied
         self._last_node += num_rows
