@@ -58,7 +58,8 @@ class Boundary:
         model = build_boundary(config, dtype=numerics.dtype, quantization=quantization)
         f16r32.prepare(model, numerics, device)
         fill(model, source, dtype=numerics.dtype, device=device, quantization=quantization)
-        speed_up_linears(model)
+        # Contiguous logits: whoever samples reads them row by row.
+        speed_up_linears(model, is_output_contiguous=True)
         f16r32.apply(model, numerics)
         return cls(model.eval(), numerics=numerics, device=device)
 
