@@ -30,8 +30,8 @@ from fusion_node.engine.numerics import round_to
 ATTENTION_NAME = "fusion_packed"
 
 _PAD_BELOW_BYTES = {"cpu": 384 * 1024, "cuda": 4 * 1024 * 1024}
-"""KV of one sequence in one layer, up to which single tokens attend together. Measured on two CPU cores, 16 sequences of
-80 to 200 positions (120 to 300 KiB each): 0.6 to 0.75 of the time. On a GPU, launches dominate for longer."""
+"""KV of one sequence in one layer, up to which single tokens attend together. Measured on two CPU cores, 16 sequences
+of 80 to 200 positions (120 to 300 KiB each): 0.6 to 0.75 of the time. On a GPU, launches dominate for longer."""
 
 _PAD_GROUP_BYTES = {"cpu": 5 * 2**19, "cuda": 256 * 2**20}
 """KV that one such group gathers at most: on a CPU what its cache holds."""
