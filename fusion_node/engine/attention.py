@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from fusion_node.engine.flash_attention import VarlenFunction, varlen_function
 from fusion_node.engine.numerics import round_to
 
 ATTENTION_NAME = "fusion_packed"
@@ -140,6 +141,23 @@ class Group:
         return self._folded[times]
 
 
+@dataclass(frozen=True, slots=True)
+class Chains:
+    """All chains of a batch for a kernel that takes sequences of different lengths.
+
+    Attributes:
+        tokens, slots: theirs, one sequence after the other.
+        first_tokens, first_slots: where each begins among them, and the end, as int32.
+    """
+
+    tokens: slice | torch.Tensor
+    slots: slice | torch.Tensor
+    first_tokens: torch.Tensor
+    first_slots: torch.Tensor
+    most_tokens: int
+    most_slots: int
+
+
 @dataclass(slots=True)
 class PackedBatch:
     """What the attention needs to know of a packed call.
@@ -149,6 +167,7 @@ class PackedBatch:
         query_dtype: to which queries are rounded before the scores, when it is not their own type.
         kv_dtype: of the pool.
         max_scores: of one attention call, where it needs them or a mask in memory.
+        find_varlen: gives the kernel for chains of different lengths, if there is one.
     """
 
     pool: KVReader
@@ -157,25 +176,48 @@ class PackedBatch:
     query_dtype: torch.dtype | None = None
     kv_dtype: torch.dtype = torch.float32
     max_scores: int = MAX_SCORES
+    find_varlen: Callable[[torch.device, torch.dtype, int], VarlenFunction | None] = varlen_function
     new_slots: slice | torch.Tensor = field(init=False)
     """Where in the pool the new tokens go."""
-    _groups: dict[tuple[int | None, int, torch.dtype], list[Group]] = field(default_factory=dict)
+    _groups: dict[tuple[int | None, int, torch.dtype, bool], list[Group]] = field(default_factory=dict)
+    _chains: dict[int | None, Chains | None] = field(default_factory=dict)
     _num_kept: int = 0
     """Elements of the masks that are kept."""
 
     def __post_init__(self) -> None:
         self.new_slots = self.place([r for s in self.segments for r in _cut(s.runs, s.first_slot)])
 
-    def groups(self, window: int | None, layer: int, dtype: torch.dtype) -> list[Group]:
+    def chains(self, window: int | None) -> Chains | None:
+        """The chains of the batch, as far back as this sliding window reaches; None when there is none."""
+        if window not in self._chains:
+            chains = [s for s in self.segments if s.visible is None]
+            self._chains[window] = self._chains_of(chains, window) if chains else None
+        return self._chains[window]
+
+    def _chains_of(self, chains: list[Segment], window: int | None) -> Chains:
+        num_tokens = [s.num_tokens for s in chains]
+        num_slots = [s.num_slots - _first_seen(s, window) for s in chains]
+        return Chains(
+            self.place([range(s.start, s.stop) for s in chains]),
+            self.place([run for s in chains for run in _cut(s.runs, _first_seen(s, window))]),
+            torch.tensor([0, *itertools.accumulate(num_tokens)], dtype=torch.int32, device=self.pool.device),
+            torch.tensor([0, *itertools.accumulate(num_slots)], dtype=torch.int32, device=self.pool.device),
+            max(num_tokens),
+            max(num_slots),
+        )
+
+    def groups(self, window: int | None, layer: int, dtype: torch.dtype, *, only_trees: bool = False) -> list[Group]:
         """How the tokens attend in a layer with this sliding window; made once per batch and kind of layer."""
         device = self.pool.device
         short_slots = _PAD_BELOW_BYTES.get(device.type, 0) // self.pool.bytes_per_slot_of(layer)
-        key = (window, short_slots, dtype)
+        key = (window, short_slots, dtype, only_trees)
         if key not in self._groups:
             slot_bytes = self.pool.bytes_per_slot_of(layer)
             alone: list[Segment] = []
             short: list[Segment] = []
             for s in self.segments:
+                if only_trees and s.visible is None:
+                    continue
                 num_seen = s.num_slots - _first_seen(s, window)
                 is_short = s.num_tokens == 1 and s.visible is None and num_seen <= short_slots
                 (short if is_short else alone).append(s)
@@ -273,18 +315,52 @@ def packed_attention(
     dtype = query_1NTH.dtype
     if batch.query_dtype is not None:
         query_1NTH = round_to(query_1NTH, batch.query_dtype).to(dtype)
-    groups = batch.groups(window, layer, dtype)
-    if len(groups) == 1 and isinstance(groups[0].tokens, slice):
+    varlen = None
+    if s_aux is None and key_1KTH.shape[3] == value_1KTH.shape[3]:
+        varlen = batch.find_varlen(query_1NTH.device, dtype, key_1KTH.shape[3])
+    chains = None if varlen is None else batch.chains(window)
+    groups = batch.groups(window, layer, dtype, only_trees=chains is not None)
+    if chains is None and len(groups) == 1 and isinstance(groups[0].tokens, slice):
         return attend(query_1NTH, batch.pool, layer, groups[0], scaling, softcap, s_aux), None
-    out_1TNH: torch.Tensor | None = None
-    for group in groups:
-        part_1TNH = attend(query_1NTH[:, :, group.tokens], batch.pool, layer, group, scaling, softcap, s_aux)
-        if out_1TNH is None:
-            out_1TNH = part_1TNH.new_empty((1, query_1NTH.shape[2], *part_1TNH.shape[2:]))
-        out_1TNH[:, group.tokens] = part_1TNH
-    if out_1TNH is None:
-        raise ValueError("a packed batch has at least one segment")
+    parts: list[tuple[slice | torch.Tensor, torch.Tensor]] = [
+        (group.tokens, attend(query_1NTH[:, :, group.tokens], batch.pool, layer, group, scaling, softcap, s_aux))
+        for group in groups
+    ]
+    if varlen is not None and chains is not None:
+        parts.append(
+            (chains.tokens, _attend_chains(varlen, query_1NTH, batch.pool, layer, chains, window, scaling, softcap))
+        )
+    out_1TNH = parts[0][1].new_empty((1, query_1NTH.shape[2], *parts[0][1].shape[2:]))
+    for tokens, part_1TNH in parts:
+        out_1TNH[:, tokens] = part_1TNH
     return out_1TNH, None
+
+
+def _attend_chains(
+    varlen: VarlenFunction,
+    query_1NTH: torch.Tensor,
+    pool: KVSource,
+    layer: int,
+    chains: Chains,
+    window: int | None,
+    scaling: float,
+    softcap: float | None,
+) -> torch.Tensor:
+    """All chains of a batch in one call. Returns ``[1, T, N, H]``."""
+    keys_KSH, values_KSH = pool.read(layer, chains.slots, query_1NTH.dtype)
+    return varlen(
+        query_1NTH[0, :, chains.tokens].transpose(0, 1).contiguous(),
+        keys_KSH.transpose(0, 1).contiguous(),
+        values_KSH.transpose(0, 1).contiguous(),
+        chains.first_tokens,
+        chains.first_slots,
+        chains.most_tokens,
+        chains.most_slots,
+        softmax_scale=scaling,
+        causal=True,
+        window_size=(-1 if window is None else window - 1, 0),
+        softcap=softcap or 0.0,
+    ).unsqueeze(0)
 
 
 def attend(
