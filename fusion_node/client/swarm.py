@@ -2,6 +2,8 @@
 
 The tokenizer, the embedding, the final norm, the LM head and the sampling run in this process; nodes see rows of hidden
 state and nothing else. Shapes: T tokens, D hidden size, V vocabulary.
+
+Longer than most files: the client, one answer on its way, and what is told of it afterwards are read together.
 """
 
 from __future__ import annotations

@@ -538,7 +538,11 @@ class NodeServer:
     # small things
 
     def _counters(self) -> dict[str, float]:
+        load = self.status()
         return {
+            "waiting_rows": float(load.num_waiting_rows),
+            "max_forward_rows": float(load.max_rows),
+            "decode_wait_s": round(load.decode_wait_s, 6),
             "uptime_s": round(self._clock() - self._started_at, 3),
             "open_sessions": float(len(self._admission.sessions)),
             "kv_positions": float(self._admission.max_positions),

@@ -193,11 +193,6 @@ class ShardEngine:
         self._pools = [None for _ in self.stages]
         return True
 
-    def check_layers(self, layers: LayerRange) -> None:
-        """Raises InvalidLayers unless the shard holds these layers."""
-        if layers.start < self.layers.start or layers.stop > self.layers.stop:
-            raise InvalidLayers(f"layers {layers} are not within {self.layers}")
-
     def _pool(self, device: int) -> KVPool:
         pool = self._pools[device]
         if pool is None:

@@ -10,10 +10,9 @@ expert into place.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -29,7 +28,7 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from fusion_node.engine.quantized import Quantization, resident_bytes, tensor_bytes
+from fusion_node.engine.quantized import Quantization, QuantizedSource, resident_bytes, tensor_bytes
 from fusion_node.errors import StoreCorrupted
 
 _SAFETENSORS_DTYPES = {
@@ -44,22 +43,8 @@ OnTensor = Callable[[str, int], None]
 """Called with name and bytes after each tensor, for progress."""
 
 
-class TensorSource(Protocol):
+class TensorSource(QuantizedSource, Protocol):
     """What the engine needs of a stored model (fusion_node.store.StoredModel)."""
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def config(self) -> dict[str, Any]: ...
-
-    @property
-    def tensor_names(self) -> Collection[str]: ...
-
-    def read_file(self, name: str) -> bytes: ...
 
     def open_tensors(self, names: Iterable[str]) -> Iterator[tuple[str, str, tuple[int, ...], memoryview]]: ...
 

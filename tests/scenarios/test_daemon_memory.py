@@ -735,6 +735,10 @@ async def test_forwards_do_not_pile_up_before_a_slower_device(swarm: MemorySwarm
         await until(lambda: node.server.status().num_in_flight_batches == min(2, number + 1))  # noqa: B023
     await until(lambda: node.server.status().num_waiting_rows == 3)
     assert node.server.status().num_in_flight_batches == 2
+    strangers[0].pool.send(node.peer, StatusRequest(1))
+    reply = await strangers[0].get(StatusReply)
+    assert isinstance(reply, StatusReply)
+    assert reply.counters["waiting_rows"] == 3
     last.gate.set()
     for stranger in strangers:
         await stranger.get(StepResult)
