@@ -23,6 +23,13 @@ PrefixCache = Annotated[
         help="Let the nodes keep what they computed of a conversation for some minutes, for its next question.",
     ),
 ]
+SharedPrefixCache = Annotated[
+    bool | None,
+    typer.Option(
+        "--prefix-cache/--no-prefix-cache",
+        help="The same as in a chat, for all callers together. If neither is given: on loopback, and not elsewhere.",
+    ),
+]
 Home = Annotated[
     Path | None, typer.Option("--home", envvar="FUSION_HOME", help="Folder of the model store and the identity.")
 ]

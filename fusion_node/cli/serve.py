@@ -13,7 +13,7 @@ import structlog
 import typer
 
 from fusion_node.cli.logs import LogFormat, configure_logs
-from fusion_node.cli.options import Home, Mdns, Model, Numerics, Peers, PrefixCache, Threads
+from fusion_node.cli.options import Home, Mdns, Model, Numerics, Peers, SharedPrefixCache, Threads
 from p2p.addresses import check_bindable, is_loopback, parse_listen
 
 DEFAULT_LISTEN = "127.0.0.1:8080"
@@ -31,7 +31,7 @@ def serve(
     numerics: Numerics = "fp32",
     threads: Threads = None,
     mdns: Mdns = True,
-    prefix_cache: PrefixCache = True,
+    prefix_cache: SharedPrefixCache = None,
     home: Home = None,
     log_format: Annotated[LogFormat, typer.Option(help="auto is pretty on a terminal.")] = LogFormat.AUTO,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
@@ -42,6 +42,9 @@ def serve(
     if port:
         # Before anything heavy is loaded.
         check_bindable(host, port)
+    if prefix_cache is None:
+        # Whoever else can connect would learn by the time an answer takes what others have asked.
+        prefix_cache = is_loopback(host)
     asyncio.run(_until_told_to_stop(_serve(model, peer or [], host, port, numerics, threads, mdns, prefix_cache, home)))
 
 
