@@ -99,6 +99,10 @@ class NodeRecord(msgspec.Struct, frozen=True, array_like=True):
     num_sessions: Count
     software: ShortText
     operator: ShortText = ""
+    puzzle: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
+    """Solution of the puzzle that makes identities cost something, where a swarm asks for one."""
+    is_relay: bool = False
+    """Whether it passes on the connections of nodes that cannot be dialled."""
 
 
 class PlanStage(msgspec.Struct, frozen=True, array_like=True):
@@ -108,6 +112,8 @@ class PlanStage(msgspec.Struct, frozen=True, array_like=True):
     start: LayerIndex
     stop: LayerIndex
     data_addresses: Annotated[tuple[AddressText, ...], msgspec.Meta(max_length=8)]
+    libp2p_addresses: Annotated[tuple[AddressText, ...], msgspec.Meta(max_length=8)] = ()
+    """Multiaddrs, tried after the others: for a node that can only be reached through a relay or a hole in a NAT."""
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True):
@@ -127,6 +133,8 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     stages: Annotated[tuple[PlanStage, ...], msgspec.Meta(min_length=1, max_length=128)]
     priority: Annotated[int, msgspec.Meta(ge=0, le=1)] = 0
     """0: somebody waits for the answer. 1: batch work, which takes what the others leave."""
+    wire: ShortText = ""
+    """How tensors are encoded between its stages; empty for the plain encoding of the numerics class."""
 
 
 def sign_record(record: NodeRecord, identity: Identity) -> bytes:
