@@ -1,7 +1,8 @@
 """Addresses of the control plane: what to listen on, what to tell others, and where a peer can be dialled.
 
-A peer's address is a multiaddr of one shape, ``/ip4/…/tcp/PORT/p2p/PEER`` (or ip6, dns, dns4, dns6). It is parsed here,
-without libp2p, so that a wrong one on the command line is refused at once and by name.
+A peer's address is a multiaddr of one of two shapes: ``/ip4/…/tcp/PORT/p2p/PEER`` (or ip6, dns, dns4, dns6), or, for a
+peer behind a relay, the relay's address and then ``/p2p-circuit/p2p/PEER``. It is parsed here, without libp2p, so that
+a wrong one on the command line is refused at once and by name.
 """
 
 from __future__ import annotations
@@ -25,40 +26,55 @@ _KINDS = ("ip4", "ip6", "dns", "dns4", "dns6")
 _DNS_NAME = re.compile(r"^(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,62})(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,62}))*\.?$")
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class PeerAddress:
-    """Where one peer can be dialled, and who must answer there."""
+    """Where one peer can be dialled, and who must answer there.
+
+    Attributes:
+        kind, host, port: of the TCP connection: to the peer, or to the relay in front of it.
+        via: the relay that carries to the peer and must prove itself at ``host:port``; None when the peer is there.
+    """
 
     kind: str
     host: str
     port: int
     peer: PeerId
+    via: PeerId | None = None
 
     @classmethod
     def parse(cls, text: str) -> PeerAddress:
         """Reads a multiaddr.
 
         Raises:
-            ConfigError: when it is not of the shape that this program dials.
+            ConfigError: when it is not of a shape that this program dials.
         """
-        parts = text.strip().split("/")
-        if len(text) > MAX_ADDRESS_CHARACTERS or len(parts) != 7 or parts[0]:
-            raise ConfigError(f"{text[:80]!r} is not a peer address: write /ip4/HOST/tcp/PORT/p2p/PEER-ID")
-        _, kind, host, tcp, port, p2p, peer = parts
-        if kind not in _KINDS or tcp != "tcp" or p2p != "p2p":
-            raise ConfigError(f"{text!r} is not a peer address: write /ip4/HOST/tcp/PORT/p2p/PEER-ID")
-        try:
-            public_key_of(peer)
-        except ValueError as error:
-            raise ConfigError(f"{peer!r} in {text!r} is not the peer id of an Ed25519 key") from error
-        return cls.of(host, _parse_port(port, text, lowest=1), PeerId(peer), kind=kind)
+        relay: str | None = None
+        match text.strip().split("/") if len(text) <= MAX_ADDRESS_CHARACTERS else ():
+            case ["", kind, host, "tcp", port, "p2p", peer] if kind in _KINDS:
+                pass
+            case ["", kind, host, "tcp", port, "p2p", relay, "p2p-circuit", "p2p", peer] if kind in _KINDS:
+                pass
+            case _:
+                raise ConfigError(
+                    f"{text[:160]!r} is not a peer address: write /ip4/HOST/tcp/PORT/p2p/PEER-ID, and behind a "
+                    "relay /ip4/HOST/tcp/PORT/p2p/RELAY-ID/p2p-circuit/p2p/PEER-ID"
+                )
+        for peer_id in (peer,) if relay is None else (relay, peer):
+            try:
+                public_key_of(peer_id)
+            except ValueError as error:
+                raise ConfigError(f"{peer_id!r} in {text!r} is not the peer id of an Ed25519 key") from error
+        via = None if relay is None else PeerId(relay)
+        return cls.of(host, _parse_port(port, text, lowest=1), PeerId(peer), kind=kind, via=via)
 
     @classmethod
-    def of(cls, host: str, port: int, peer: PeerId, *, kind: str | None = None) -> PeerAddress:
+    def of(
+        cls, host: str, port: int, peer: PeerId, *, kind: str | None = None, via: PeerId | None = None
+    ) -> PeerAddress:
         """Builds an address from its parts; ``kind`` is read off the host when it is None.
 
         Raises:
-            ConfigError: when the host does not fit the kind.
+            ConfigError: when the host does not fit the kind, or the peer would be its own relay.
         """
         ip = _as_ip(host)
         found = "dns" if ip is None else f"ip{ip.version}"
@@ -67,10 +83,20 @@ class PeerAddress:
             raise ConfigError(f"{host!r} is not a {kind} host")
         if ip is not None and kind != found:
             raise ConfigError(f"{host!r} is not an {kind} address")
-        return cls(kind, host, port, peer)
+        if via == peer:
+            raise ConfigError(f"{peer} cannot be its own relay")
+        return cls(kind, host, port, peer, via)
 
     def __str__(self) -> str:
-        return f"/{self.kind}/{self.host}/tcp/{self.port}/p2p/{self.peer}"
+        relay = "" if self.via is None else f"/p2p/{self.via}/p2p-circuit"
+        return f"/{self.kind}/{self.host}/tcp/{self.port}{relay}/p2p/{self.peer}"
+
+    def __lt__(self, other: PeerAddress) -> bool:
+        # Not the dataclass's own order, which cannot compare a relay with None. Direct addresses come first.
+        return self._order() < other._order()
+
+    def _order(self) -> tuple[str, str, str, int, str]:
+        return self.via or "", self.kind, self.host, self.port, self.peer
 
 
 def parse_listen(text: str) -> tuple[str, int]:
