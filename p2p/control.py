@@ -6,7 +6,7 @@ another thread (p2p.bridge), and the methods of ControlNode run there; the hooks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -30,9 +30,8 @@ class HostConfig:
     """IP address and port; empty for a host that only dials."""
     serve: bool
     """Whether to store and answer for others in the DHT."""
-    request_protocol: str
-    """Protocol id of the one-request-one-answer streams."""
-    max_request_bytes: int
+    protocols: Mapping[str, int]
+    """Ids of the one-request-one-answer protocols that are answered, with the largest request of each in bytes."""
 
 
 Answer: TypeAlias = Callable[[bytes | None], None]
@@ -45,7 +44,8 @@ class HostHooks:
 
     sequence_of: Callable[[str, bytes], int]
     """DHT key and value to the value's sequence number; ValueError when the value may not stand under the key."""
-    on_request: Callable[[PeerId, bytes, Answer], None]
+    on_request: Callable[[str, PeerId, bytes, Answer], None]
+    """Protocol id, who asks, and what."""
     on_connection: Callable[[PeerId, bool], None]
     """A peer's first connection has opened (True), or its last one has closed (False)."""
 
@@ -74,7 +74,7 @@ class ControlNode(Protocol):
 
     async def disconnect(self, peer: PeerId) -> None: ...
 
-    async def request(self, peer: PeerId, request: bytes, *, limit_bytes: int) -> bytes:
+    async def request(self, peer: PeerId, protocol: str, request: bytes, *, limit_bytes: int) -> bytes:
         """Sends one request to a connected peer, and returns its answer of at most ``limit_bytes``."""
         ...
 

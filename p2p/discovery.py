@@ -298,7 +298,7 @@ class Discovery:
             raise ValueError(record)
         return record.sequence
 
-    def _on_request(self, peer: PeerId, request: bytes, answer: Answer) -> None:
+    def _on_request(self, protocol: str, peer: PeerId, request: bytes, answer: Answer) -> None:
         self._post(self._answer, peer, request, answer)
 
     def _on_connection(self, peer: PeerId, connected: bool) -> None:
@@ -517,7 +517,9 @@ class Discovery:
         request = self._exchange.request(model_id, limit=limit, now=self._now())
         try:
             async with asyncio.timeout(EXCHANGE_TIMEOUT_S):
-                answer = await self._bridge.call(lambda node: node.request(peer, request, limit_bytes=MAX_ANSWER_BYTES))
+                answer = await self._bridge.call(
+                    lambda node: node.request(peer, PROTOCOL_ID, request, limit_bytes=MAX_ANSWER_BYTES)
+                )
             self._exchange.receive(answer, source=peer, now=self._now())
             self._note_answer(peer)
         except TimeoutError as error:
@@ -532,8 +534,7 @@ class Discovery:
             seed=self._identity.seed,
             listen=self._listen,
             serve=self._config.serve,
-            request_protocol=PROTOCOL_ID,
-            max_request_bytes=MAX_REQUEST_BYTES,
+            protocols={PROTOCOL_ID: MAX_REQUEST_BYTES},
         )
         return Libp2pRunner(config, HostHooks(self._sequence_of, self._on_request, self._on_connection))
 

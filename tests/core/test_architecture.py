@@ -22,9 +22,9 @@ CORES = ("**/*_core.py", "scheduler/**/*.py", "p2p/records.py")
 
 # Each of these is imported only by the files named.
 ONLY_IN = {
-    "libp2p": ("p2p/libp2p_adapter.py",),
-    "trio": ("p2p/libp2p_adapter.py",),
-    "multiaddr": ("p2p/libp2p_adapter.py",),
+    "libp2p": ("p2p/libp2p_adapter/",),
+    "trio": ("p2p/libp2p_adapter/",),
+    "multiaddr": ("p2p/libp2p_adapter/",),
     "torch": ("fusion_node/engine/",),
 }
 
@@ -37,7 +37,9 @@ UNSAFE_FLAGS = {"trust_remote_code", "allow_pickle"}
 CATCHES_EVERYTHING: dict[str, tuple[int, str]] = {
     "fusion_node/cli/main.py": (1, "an unforeseen fault becomes one line and an exit status"),
     "fusion_node/gateway/server.py": (1, "a fault in one request is that request's error, and not the server's end"),
-    "p2p/libp2p_adapter.py": (3, "a stream's, a dialled address's and a bridged call's end must not be the host's"),
+    "p2p/libp2p_adapter/dialing.py": (1, "a dialled address's failure must not be the host's end"),
+    "p2p/libp2p_adapter/requests.py": (1, "a stream's end must not be the host's"),
+    "p2p/libp2p_adapter/runner.py": (1, "a bridged call's failure must not be the host's end"),
     "p2p/bridge.py": (2, "the death of libp2p's thread is a value, and so is a failed restart"),
     "p2p/links.py": (1, "a bug above the handler of frames costs one link, not the node"),
     "p2p/websocket.py": (1, "hands on what was thrown in, as a generator's `throw` does"),

@@ -65,7 +65,7 @@ class FakeHost:
     async def disconnect(self, peer: PeerId) -> None:
         self._world.disconnected.append(peer)
 
-    async def request(self, peer: PeerId, request: bytes, *, limit_bytes: int) -> bytes:
+    async def request(self, peer: PeerId, protocol: str, request: bytes, *, limit_bytes: int) -> bytes:
         if self._world.refusal is not None:
             raise self._world.refusal
         return self._world.reachable[peer].answer(request, source=US.peer_id, now=UnixS(time.time()))

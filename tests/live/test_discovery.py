@@ -18,8 +18,9 @@ from p2p.addresses import dialable_hosts, is_loopback
 from p2p.control import ControlNode, ControlPlaneDown
 from p2p.discovery import Discovery, DiscoveryConfig, provider_key, record_key
 from p2p.identity import Identity
-from p2p.libp2p_adapter import MAX_REQUESTS_AT_ONCE, REQUEST_TIMEOUT_S, Libp2pNode
-from p2p.record_exchange import MAX_ANSWER_BYTES, ExchangeRequest
+from p2p.libp2p_adapter.node import Libp2pNode
+from p2p.libp2p_adapter.requests import MAX_REQUESTS_AT_ONCE, REQUEST_TIMEOUT_S
+from p2p.record_exchange import MAX_ANSWER_BYTES, PROTOCOL_ID, ExchangeRequest
 from p2p.records import NodeRecord, Refusal, ShardRecord, sign_record
 
 pytestmark = pytest.mark.live
@@ -229,7 +230,7 @@ async def test_record_with_forbidden_dates_is_refused_and_counted(start: Start) 
     for refusal, envelope in lies.items():
         request = msgspec.msgpack.encode(ExchangeRequest(1, (envelope,), None, 0))
         await liar.discovery._bridge.call(
-            lambda host, r=request: host.request(node.id, r, limit_bytes=MAX_ANSWER_BYTES)
+            lambda host, r=request: host.request(node.id, PROTOCOL_ID, r, limit_bytes=MAX_ANSWER_BYTES)
         )
         assert node.discovery.table.refused == {refusal: 1}
         node.discovery.table.refused.clear()
@@ -244,7 +245,9 @@ async def test_malformed_request_is_refused_without_harm(start: Start) -> None:
     await other.discovery.wait_for_peer(LIMIT_S)
     for request in (b"", b"\xff" * 100, msgspec.msgpack.encode([1, [b"x" * 20_000], None, 0]), b"\x00" * 200_000):
         with pytest.raises(PeerError):
-            await other.discovery._bridge.call(lambda host, r=request: host.request(node.id, r, limit_bytes=1000))
+            await other.discovery._bridge.call(
+                lambda host, r=request: host.request(node.id, PROTOCOL_ID, r, limit_bytes=1000)
+            )
     await _until_found(other, [node, other])
 
 
@@ -259,14 +262,15 @@ async def test_peer_with_idle_request_streams_locks_nobody_out(start: Start) -> 
 
     async def idle(host: ControlNode) -> float:
         """Opens as many streams as there are slots; returns how long the node waits for a request on one of them."""
-        from p2p.libp2p_adapter import ID, trio
+        import trio
+        from libp2p.peer.id import ID
 
         assert isinstance(host, Libp2pNode)
         their_id = ID.from_base58(node.id)
-        first = await host._host.new_stream(their_id, [host._protocol])
+        first = await host._host.new_stream(their_id, [PROTOCOL_ID])
         for _ in range(MAX_REQUESTS_AT_ONCE):
             with contextlib.suppress(Exception):  # those above its share are reset
-                await host._host.new_stream(their_id, [host._protocol])
+                await host._host.new_stream(their_id, [PROTOCOL_ID])
         loop.call_soon_threadsafe(opened.set)
         began = trio.current_time()
         with contextlib.suppress(Exception):
@@ -349,7 +353,7 @@ async def test_libp2p_thread_that_dies_fails_calls_and_comes_back(start: Start) 
         runner._calls.start_soon(_raise)  # type: ignore[attr-defined]
 
     async def never(_: object) -> None:
-        from p2p.libp2p_adapter import trio
+        import trio
 
         await trio.sleep_forever()
 
@@ -380,7 +384,7 @@ async def test_cancelled_call_is_cancelled_in_the_thread(start: Start) -> None:
     seen: list[str] = []
 
     async def wait(_: object) -> None:
-        from p2p.libp2p_adapter import trio
+        import trio
 
         seen.append("began")
         try:

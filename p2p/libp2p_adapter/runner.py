@@ -1,0 +1,101 @@
+"""The thread's event loop: one host under trio, from start to stop."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import multiaddr
+import trio
+from libp2p.tools.anyio_service import background_trio_service
+
+from fusion_node.errors import AddressInUse
+from p2p.control import HostConfig, HostHooks
+from p2p.libp2p_adapter.hardening import make_host
+from p2p.libp2p_adapter.kademlia import make_dht
+from p2p.libp2p_adapter.multiaddrs import tcp
+from p2p.libp2p_adapter.node import Connections, Libp2pNode
+
+
+class Libp2pRunner:
+    """Runs one host under trio until stopped. See p2p.bridge.Runner."""
+
+    def __init__(self, config: HostConfig, hooks: HostHooks) -> None:
+        self._config = config
+        self._hooks = hooks
+        self._token: trio.lowlevel.TrioToken | None = None
+        self._calls: trio.Nursery | None = None
+        self._stop = trio.Event()
+        self._node: Libp2pNode | None = None
+
+    @property
+    def node(self) -> Libp2pNode:
+        if self._node is None:
+            raise RuntimeError("the host is not running")
+        return self._node
+
+    def run(self, on_ready: Callable[[], None]) -> None:
+        trio.run(self._main, on_ready)
+
+    def stop(self) -> None:
+        if self._token is not None:
+            try:
+                self._token.run_sync_soon(self._stop.set)
+            except trio.RunFinishedError:
+                return
+
+    def submit(
+        self, call: Callable[[], Awaitable[Any]], on_done: Callable[[Any, BaseException | None], None]
+    ) -> Callable[[], None]:
+        if self._token is None or self._calls is None:
+            raise RuntimeError("the host is not running")
+        token, calls, scope = self._token, self._calls, trio.CancelScope()
+
+        async def body() -> None:
+            with scope:
+                try:
+                    result = await call()
+                except Exception as error:  # noqa: BLE001  # it is the caller's, on the other side of the bridge
+                    on_done(None, error)
+                except BaseException as error:
+                    on_done(None, error)
+                    raise
+                else:
+                    on_done(result, None)
+
+        def cancel() -> None:
+            try:
+                token.run_sync_soon(scope.cancel)
+            except trio.RunFinishedError:
+                return
+
+        token.run_sync_soon(lambda: calls.start_soon(body))
+        return cancel
+
+    async def _main(self, on_ready: Callable[[], None]) -> None:
+        self._token = trio.lowlevel.current_trio_token()
+        async with _running_node(self._config, self._hooks) as self._node, trio.open_nursery() as self._calls:
+            on_ready()
+            await self._stop.wait()
+            self._calls.cancel_scope.cancel()
+
+
+@asynccontextmanager
+async def _running_node(config: HostConfig, hooks: HostHooks) -> AsyncIterator[Libp2pNode]:
+    listen = [multiaddr.Multiaddr(tcp(host, port)) for host, port in config.listen]
+    host = make_host(config, listen)
+    host.get_network().register_notifee(Connections(hooks.on_connection))
+    async with host.run(listen):
+        if len(host.get_network().listeners) != len(listen):  # it only logs what it could not bind
+            raise AddressInUse("an address to listen on was taken by another program just now: try again")
+        dht = make_dht(host, hooks.sequence_of, serve=config.serve)
+        async with background_trio_service(dht):
+            try:
+                yield Libp2pNode(host, dht, config, hooks)
+            finally:
+                # It leaves connections to the garbage collector, and the peers in doubt.
+                with trio.CancelScope(deadline=trio.current_time() + 1.0, shield=True):
+                    async with trio.open_nursery() as nursery:
+                        for their_id in host.get_connected_peers():
+                            nursery.start_soon(host.disconnect, their_id)
