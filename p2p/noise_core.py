@@ -18,6 +18,13 @@ changes it on the way makes the handshake fail. The Noise pattern is XX (Noise P
 25519, ChaChaPoly and SHA256; the payload of messages 2 and 3 is the Ed25519 public key and a signature over the
 sender's Noise static key, as in libp2p's noise specification.
 
+In a private swarm the pattern is XXpsk0 (§9): the key goes in before anything else, so that message 1 already proves it
+and a responder answers no stranger, not even with its identity. With psk3, which may look safer because the key then
+follows all Diffie-Hellman results, the responder would have shown its identity in message 2. What psk0 cannot prevent:
+whoever has recorded a message 1 can send it again, and gets a message 2 that only the first sender could have opened.
+The preamble has another magic then, so that public and private programs can tell each other what is wrong; only a
+private responder says nothing to a public program.
+
 A sealed segment is a Noise transport message (§5.1: counter nonces, one key per direction, at most 65,535 bytes). A
 frame longer than one segment is split: short segments stay in the processor's cache, let the receiver decrypt while
 the sender still encrypts, bound what a stranger can make a receiver buffer, and count as signs of life one by one.
@@ -47,6 +54,7 @@ from p2p.identity import Identity, is_signed_by, peer_id_of, public_key_of
 from p2p.records import PROTOCOL_VERSION
 
 NOISE_NAME = b"Noise_XX_25519_ChaChaPoly_SHA256"
+PRIVATE_NOISE_NAME = b"Noise_XXpsk0_25519_ChaChaPoly_SHA256"
 
 MAX_HANDSHAKE_BYTES = 1024
 """The longest honest handshake message has 208 bytes; the rest is room for a longer payload in another version."""
@@ -61,6 +69,7 @@ MAX_SEGMENTS = 2**48
 """Per direction and link. A million segments a second would need nine years; far below the 2^64 of the nonce."""
 
 _MAGIC = b"fusion-node\x00"
+_PRIVATE_MAGIC = b"fusion-priv\x00"
 _PREAMBLE = struct.Struct("<12sI")
 _STATIC_KEY_DOMAIN = b"fusion-node/noise-static/1:"
 _PAYLOAD_BYTES = 32 + 64
@@ -77,6 +86,7 @@ class LinkRefusal(enum.StrEnum):
     OVERSIZED = "oversized"
     MALFORMED = "malformed"
     WRONG_VERSION = "wrong-version"
+    OTHER_SWARM = "other-swarm"
     HANDSHAKE_TIMEOUT = "handshake-timeout"
 
 
@@ -117,6 +127,7 @@ class Handshake:
         initiator: True for the side that dialled.
         static_private: 32 random bytes, the Noise static key. A fresh one per link leaves nothing to correlate.
         expect: the peer that must answer; only the initiator can know.
+        psk: 32 bytes that both sides must have, in a private swarm; None in a public one.
         version: of the protocol; another than the default only in tests.
         ephemeral_private: only in known-answer tests.
     """
@@ -128,6 +139,7 @@ class Handshake:
         initiator: bool,
         static_private: bytes,
         expect: PeerId | None = None,
+        psk: bytes | None = None,
         version: int = PROTOCOL_VERSION,
         ephemeral_private: bytes | None = None,
     ) -> None:
@@ -135,11 +147,14 @@ class Handshake:
         self._initiator = initiator
         self._expect = expect
         self._version = version
-        self._preamble = _PREAMBLE.pack(_MAGIC, version)
+        self._is_private = psk is not None
+        self._preamble = _PREAMBLE.pack(_PRIVATE_MAGIC if self._is_private else _MAGIC, version)
         self._failure: LinkRefused | None = None
         static_public = X25519PrivateKey.from_private_bytes(static_private).public_key().public_bytes_raw()
         self._payload = _identity_payload(identity, static_public)
-        self._noise = NoiseConnection.from_name(NOISE_NAME)
+        self._noise = NoiseConnection.from_name(NOISE_NAME if psk is None else PRIVATE_NOISE_NAME)
+        if psk is not None:
+            self._noise.set_psks(psk)
         self._noise.set_prologue(self._preamble)
         self._noise.set_keypair_from_private_bytes(Keypair.STATIC, static_private)
         if ephemeral_private is not None:
@@ -170,7 +185,10 @@ class Handshake:
             self._failure = refused
             raise
         except InvalidTag as error:
-            self._failure = LinkRefused(LinkRefusal.REPLAYED_OR_FORGED, "a handshake message does not authenticate")
+            if self._is_private and not self._initiator and self._received == 1:
+                self._failure = LinkRefused(LinkRefusal.OTHER_SWARM, "it does not have the key of this private swarm")
+            else:
+                self._failure = LinkRefused(LinkRefusal.REPLAYED_OR_FORGED, "a handshake message does not authenticate")
             raise self._failure from error
         except (ValueError, NoiseValueError, NoiseHandshakeError, NoiseInvalidMessage) as error:
             self._failure = LinkRefused(LinkRefusal.MALFORMED, f"malformed handshake: {type(error).__name__}")
@@ -198,8 +216,14 @@ class Handshake:
         if len(message) < _PREAMBLE.size:
             raise LinkRefused(LinkRefusal.MALFORMED, "handshake message without preamble")
         magic, version = _PREAMBLE.unpack_from(message)
-        if magic != _MAGIC:
+        if magic not in (_MAGIC, _PRIVATE_MAGIC):
             raise LinkRefused(LinkRefusal.MALFORMED, "the other side speaks another protocol")
+        is_private = magic == _PRIVATE_MAGIC
+        if is_private and not self._is_private:
+            reply = b"" if self._initiator else self._preamble
+            raise LinkRefused(LinkRefusal.OTHER_SWARM, "it is in a private swarm: its key is needed", reply=reply)
+        if self._is_private and not is_private:
+            raise LinkRefused(LinkRefusal.OTHER_SWARM, "it is in the public swarm, and this program in a private one")
         if version != self._version:
             raise LinkRefused(
                 LinkRefusal.WRONG_VERSION,
