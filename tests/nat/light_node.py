@@ -1,0 +1,254 @@
+"""The process of a light node: the network half of a node as the daemon builds it, told what to do over a socket.
+
+Its server is the simplest that there is: whoever sends a status request gets an answer with the same number. That is
+enough to see whether messages arrive, once and in order, whatever happens to the path between two nodes.
+
+Started as ``python -m tests.nat.light_node FD`` it is the nursery of tests/nat/light_nodes.py: it imports everything,
+and is forked for each node. Nothing that is imported here may start a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import itertools
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import p2p.libp2p_adapter  # noqa: F401  # the expensive import
+from fusion_node.cli.logs import LogFormat, configure_logs
+from fusion_node.errors import FusionError
+from fusion_node.types import ModelId, PeerId
+from p2p.discovery import Discovery, DiscoveryConfig
+from p2p.identity import Identity
+from p2p.links import LinkPool
+from p2p.messages import AnyMessage, StatusReply, StatusRequest
+from p2p.records import PROTOCOL_VERSION, NodeRecord, ShardRecord, sign_record
+from p2p.websocket import WebSocketNetwork, join_address
+from tests.nat.internet import join_namespace
+
+MODEL = ModelId("ab" * 32)
+RECORD_TTL_S = 60.0
+ANNOUNCE_INTERVAL_S = 20.0
+DATA_PORT = 4701
+
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Settings of one node.
+
+    Attributes:
+        bootstrap: addresses to enter the swarm by.
+        listen: control plane; the data plane takes the next port.
+        serve: False for a user, who announces nothing.
+    """
+
+    bootstrap: list[str] = field(default_factory=list)
+    listen: str = "0.0.0.0:4700"
+    serve: bool = True
+    ttl_s: float = RECORD_TTL_S
+    announce_interval_s: float = ANNOUNCE_INTERVAL_S
+
+
+class Node:
+    """A node without a model."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.identity = Identity.generate()
+        self.discovery = Discovery(
+            self.identity,
+            DiscoveryConfig(
+                (options.listen,) if options.serve else (), tuple(options.bootstrap), mdns=False, serve=options.serve
+            ),
+        )
+        self.pool = LinkPool(
+            WebSocketNetwork(self.identity), self.identity.peer_id, on_frame=self._on_frame, on_closed=self._on_closed
+        )
+        self.data_addresses: tuple[str, ...] = ()
+        self.lost: list[tuple[float, str, str]] = []
+        self._sequence = int(time.time() * 1000)
+        self._answered: dict[int, float] = {}
+        self._new_answer = asyncio.Event()
+        self._announcing: asyncio.Task[None] | None = None
+
+    async def start(self) -> dict[str, Any]:
+        await self.discovery.start()
+        if self.options.serve:
+            host, _, port = self.options.listen.rpartition(":")
+            bound = await self.pool.listen(join_address(host, int(port) + 1 if int(port) else 0))
+            self.data_addresses = (bound,)
+            self._announcing = asyncio.create_task(self._announce())
+        return {"peer": self.identity.peer_id, "addresses": self.discovery.addresses}
+
+    async def _announce(self) -> None:
+        while True:
+            await self.discovery.announce(self.record(), [MODEL])
+            await asyncio.sleep(self.options.announce_interval_s)
+
+    def record(self) -> bytes:
+        self._sequence += 1
+        now = time.time()
+        record = NodeRecord(
+            version=PROTOCOL_VERSION,
+            peer=self.identity.peer_id,
+            sequence=self._sequence,
+            issued_at=now,
+            expires_at=now + self.options.ttl_s,
+            data_addresses=self.data_addresses,
+            libp2p_addresses=tuple(self.discovery.addresses[:8]),
+            device="none",
+            memory_free_bytes=0,
+            shards=(ShardRecord(MODEL, "none", 0, 1, 1, "fp32", 0.001, 4096),),
+            num_sessions=0,
+            software="light node",
+        )
+        return sign_record(record, self.identity)
+
+    def _on_frame(self, peer: PeerId, message: AnyMessage, payload: memoryview) -> None:
+        match message:
+            case StatusRequest():
+                self.pool.send(peer, StatusReply(message.request, b"", {}))
+            case StatusReply():
+                self._answered[message.request] = time.monotonic()
+                self._new_answer.set()
+
+    def _on_closed(self, peer: PeerId, error: FusionError) -> None:
+        self.lost.append((time.monotonic(), peer, f"{type(error).__name__}: {error}"))
+
+    # what a test can ask
+
+    async def do_status(self) -> dict[str, Any]:
+        return {
+            "addresses": self.discovery.addresses,
+            "data_addresses": list(self.data_addresses),
+            "links": [],
+            "lost": self.lost,
+        }
+
+    async def do_known(self) -> list[str]:
+        return [record.peer for record in self.discovery.table.live(now=self.discovery._now())]
+
+    async def do_record(self, peer: str) -> dict[str, Any] | None:
+        record = self._record_of(peer)
+        return None if record is None else {
+            "data": list(record.data_addresses), "libp2p": list(record.libp2p_addresses),
+        }  # fmt: skip
+
+    async def do_find(self) -> list[str]:
+        return [record.peer for record in await self.discovery.find(MODEL, timeout_s=10.0)]
+
+    async def do_connect(self, peer: str, timeout_s: float = 15.0) -> None:
+        record = self._record_of(peer)
+        addresses = () if record is None else (*record.data_addresses, *record.libp2p_addresses)
+        await self.pool.connect(PeerId(peer), addresses, timeout_s=timeout_s)
+
+    async def do_round_trip(self, peer: str, count: int = 1) -> float:
+        """The median of so many."""
+        taken = sorted([await self.pool.round_trip(PeerId(peer)) for _ in range(count)])
+        return taken[len(taken) // 2]
+
+    async def do_converse(
+        self, peer: str, seconds: float = 2.0, interval_s: float = 0.05, patience_s: float = 30.0
+    ) -> dict[str, Any]:
+        """Sends numbered requests for so long, and waits for the answers of all.
+
+        Returns: how many were sent and answered, whether in order, and the longest time between two answers.
+        """
+        self._answered.clear()
+        began = time.monotonic()
+        count = 0
+        while time.monotonic() - began < seconds:
+            self.pool.send(PeerId(peer), StatusRequest(count))
+            count += 1
+            await asyncio.sleep(interval_s)
+        async with asyncio.timeout(patience_s):
+            while len(self._answered) < count:
+                self._new_answer.clear()
+                await self._new_answer.wait()
+        numbers, times = list(self._answered), [began, *self._answered.values()]
+        return {
+            "sent": count,
+            "answered": len(numbers),
+            "in_order": numbers == sorted(numbers),
+            "longest_gap_s": max(late - early for early, late in itertools.pairwise(times)),
+        }
+
+    def _record_of(self, peer: str) -> NodeRecord | None:
+        live = self.discovery.table.live(now=self.discovery._now())
+        return next((record for record in live if record.peer == peer), None)
+
+
+async def serve_orders(options: Options, orders: socket.socket) -> None:
+    """Starts a node, tells of it, and does what it is told, one thing at a time, until the other side hangs up."""
+    reader, writer = await asyncio.open_unix_connection(sock=orders)
+    node = Node(options)
+    await _answer(writer, node.start)
+    while line := await reader.readline():
+        order = json.loads(line)
+        work: Callable[..., Awaitable[Any]] = getattr(node, f"do_{order.pop('do')}")
+        await _answer(writer, lambda work=work, order=order: work(**order))  # type: ignore[misc]
+
+
+async def _answer(writer: asyncio.StreamWriter, work: Callable[[], Awaitable[Any]]) -> None:
+    try:
+        answer: dict[str, Any] = {"result": await work()}
+    except (FusionError, TimeoutError) as error:
+        answer = {"error": type(error).__name__, "message": str(error)}
+    writer.write(json.dumps(answer).encode() + b"\n")
+    await writer.drain()
+
+
+def _nurse(requests: socket.socket) -> None:
+    """Forks a node per request, for as long as the test run lives."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for nodes
+    assert threading.active_count() == 1, threading.enumerate()
+    gc.collect()
+    gc.freeze()
+    requests.send(b"ready")
+    while True:
+        request, files, _, _ = socket.recv_fds(requests, 1 << 16, 2)
+        if not request:
+            return
+        pid = os.fork()
+        if not pid:
+            requests.close()
+            _be_node(json.loads(request), *files)
+        for descriptor in files:
+            os.close(descriptor)
+        requests.send(str(pid).encode())
+
+
+def _be_node(request: dict[str, Any], orders: int, log: int) -> None:
+    """In the child; does not return."""
+    status = 1
+    try:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        if request["namespace"]:
+            join_namespace(request["namespace"])
+        configure_logs(LogFormat.JSON, verbose=True)
+        asyncio.run(serve_orders(Options(**request["options"]), socket.socket(fileno=orders)))
+        status = 0
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    _nurse(socket.socket(fileno=int(sys.argv[1])))
