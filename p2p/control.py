@@ -32,6 +32,8 @@ class HostConfig:
     """Whether to store and answer for others in the DHT."""
     protocols: Mapping[str, int]
     """Ids of the one-request-one-answer protocols that are answered, with the largest request of each in bytes."""
+    swarm_key: bytes | None = field(default=None, repr=False)
+    """32 bytes; who does not have them gets no connection. None for the public swarm."""
 
 
 Answer: TypeAlias = Callable[[bytes | None], None]

@@ -51,6 +51,9 @@ HEARTBEAT_S = 20.0
 never notices a path that silently drops packets."""
 
 EXCHANGE_TIMEOUT_S = 5.0
+ANSWER_TIMEOUT_S = 9.0
+"""For the answer of a further protocol: less than the asker's connection waits (REQUEST_TIMEOUT_S of the adapter)."""
+
 REDIAL_FIRST_S = 0.5
 REDIAL_MAX_S = 15.0
 PUT_INTERVAL_S = 25.0
@@ -104,6 +107,22 @@ class DiscoveryConfig:
     mdns: bool
     serve: bool
     announce: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestProtocol:
+    """A protocol of one request and one answer that is served beside the record exchange.
+
+    Attributes:
+        id: as ``/fusion/NAME/1``.
+        max_request_bytes: of the request; a longer one never reaches ``answer``.
+        answer: called in the event loop with who asks and what. None refuses, and so do WireError and FusionError. It
+            is given ANSWER_TIMEOUT_S.
+    """
+
+    id: str
+    max_request_bytes: int
+    answer: Callable[[PeerId, bytes], Awaitable[bytes | None]]
 
 
 class DiscoveryService(Protocol):
@@ -172,9 +191,35 @@ class DiscoveryService(Protocol):
 
 
 class Discovery:
-    """DiscoveryService over libp2p."""
+    """DiscoveryService over libp2p, and the one libp2p host of a process, which others of its parts use too.
 
-    def __init__(self, identity: Identity, config: DiscoveryConfig, *, clock: Callable[[], float] = time.time) -> None:
+    Args:
+        protocols: further requests that are answered here; see also ``add_protocol``.
+        swarm_key: 32 bytes that every member of a private swarm has; None for the public swarm.
+
+    Attributes:
+        on_peer_met: each is called in the event loop when a peer has answered or asked for the first time on the
+            present connection; from then on ``request`` reaches it.
+        on_connection: each is called in the event loop with a peer, and whether it is connected now or not any more.
+        extra_addresses: each gives further addresses under which this process can be dialled, as those at a relay.
+        is_announced: which of the addresses that the listeners have are told to others: those that can be dialled.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        config: DiscoveryConfig,
+        *,
+        protocols: Sequence[RequestProtocol] = (),
+        swarm_key: bytes | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._protocols = {protocol.id: protocol for protocol in protocols}
+        self._swarm_key = swarm_key
+        self.on_peer_met: list[Callable[[PeerId], None]] = []
+        self.on_connection: list[Callable[[PeerId, bool], None]] = []
+        self.extra_addresses: list[Callable[[], Sequence[PeerAddress]]] = []
+        self.is_announced: Callable[[PeerAddress], bool] = lambda address: True
         self._identity = identity
         self._config = config
         self._clock = clock
@@ -210,6 +255,45 @@ class Discovery:
     @property
     def num_peers(self) -> int:
         return len(self._connected)
+
+    def add_protocol(self, protocol: RequestProtocol) -> None:
+        """Before ``start``."""
+        self._protocols[protocol.id] = protocol
+
+    async def request(
+        self, peer: PeerId, protocol: str, request: bytes, *, limit_bytes: int, timeout_s: float = EXCHANGE_TIMEOUT_S
+    ) -> bytes:
+        """Asks a connected peer for one answer of at most ``limit_bytes``.
+
+        Raises:
+            PeerError: it did not answer in time, refused, or is not connected.
+            ControlPlaneDown: the libp2p thread has stopped; it is being started again.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._bridge.call(
+                    lambda node: node.request(peer, protocol, request, limit_bytes=limit_bytes)
+                )
+        except TimeoutError as error:
+            raise PeerTimeout(peer, f"peer {short(peer)} did not answer within {timeout_s:.0f} s") from error
+
+    async def call(self, command: Callable[[ControlNode], Awaitable[T]]) -> T:
+        """Runs a command of the libp2p host in its thread.
+
+        Raises:
+            ControlPlaneDown: the libp2p thread has stopped; it is being started again.
+            PeerError: as the command says.
+        """
+        return await self._bridge.call(command)
+
+    async def connect(self, peer: PeerId, addresses: Sequence[PeerAddress]) -> None:
+        """Connects to a peer, unless it is connected, without exchanging records with it.
+
+        Raises:
+            PeerError: none of the addresses leads to it.
+            ControlPlaneDown: the libp2p thread has stopped; it is being started again.
+        """
+        await self._bridge.call(lambda node: node.connect(peer, addresses))
 
     async def start(self) -> None:
         listen = tuple(parse_listen(text) for text in self._config.listen)
@@ -299,7 +383,10 @@ class Discovery:
         return record.sequence
 
     def _on_request(self, protocol: str, peer: PeerId, request: bytes, answer: Answer) -> None:
-        self._post(self._answer, peer, request, answer)
+        if protocol == PROTOCOL_ID:
+            self._post(self._answer, peer, request, answer)
+        else:
+            self._post(self._answer_other, self._protocols[protocol], peer, request, answer)
 
     def _on_connection(self, peer: PeerId, connected: bool) -> None:
         self._post(self._note_connection, peer, connected)
@@ -324,7 +411,22 @@ class Discovery:
             answer(reply)
             self._note_answer(peer)
 
+    def _answer_other(self, protocol: RequestProtocol, peer: PeerId, request: bytes, answer: Answer) -> None:
+        async def respond() -> None:
+            reply: bytes | None = None
+            try:
+                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                    reply = await protocol.answer(peer, request)
+            except (WireError, FusionError, TimeoutError) as error:
+                log.info("a request of peer %s over %s is refused: %s", short(peer), protocol.id, error)
+            finally:
+                answer(reply)
+
+        self._spawn(respond())
+
     def _note_connection(self, peer: PeerId, connected: bool) -> None:
+        for listener in self.on_connection:
+            listener(peer, connected)
         if connected:
             self._connected.add(peer)
         else:
@@ -336,8 +438,12 @@ class Discovery:
             self._spawn(self._quietly(self._widen))
 
     def _note_answer(self, peer: PeerId) -> None:
+        is_new = peer not in self._answering
         self._answering.add(peer)
         self._note_met()
+        if is_new:
+            for listener in self.on_peer_met:
+                listener(peer)
 
     def _note_met(self) -> None:
         # Both: an answer may be told of just before its connection is, or just after that has ended.
@@ -534,16 +640,22 @@ class Discovery:
             seed=self._identity.seed,
             listen=self._listen,
             serve=self._config.serve,
-            protocols={PROTOCOL_ID: MAX_REQUEST_BYTES},
+            protocols={PROTOCOL_ID: MAX_REQUEST_BYTES}
+            | {protocol.id: protocol.max_request_bytes for protocol in self._protocols.values()},
+            swarm_key=self._swarm_key,
         )
         return Libp2pRunner(config, HostHooks(self._sequence_of, self._on_request, self._on_connection))
 
     def _own_addresses(self) -> list[PeerAddress]:
-        return [
+        listening = [
             PeerAddress.of(own, port, self._identity.peer_id)
             for host, port in self._listen
             for own in dialable_hosts(host)
-        ] + [PeerAddress.of(host, port, self._identity.peer_id) for host, port in self._announce]
+        ]
+        announced = [PeerAddress.of(host, port, self._identity.peer_id) for host, port in self._announce]
+        extra = [address for provider in self.extra_addresses for address in provider()]
+        # What the operator says comes unasked: from here it cannot be checked.
+        return [address for address in listening if self.is_announced(address)] + announced + extra
 
     def _now(self) -> UnixS:
         return UnixS(self._clock())

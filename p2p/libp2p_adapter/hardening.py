@@ -115,6 +115,7 @@ def make_host(config: HostConfig, listen: list[multiaddr.Multiaddr]) -> Any:
         muxer_opt={TProtocol(YAMUX_ID): Yamux},
         enable_quic=False,
         resource_manager=resources,
+        psk=None if config.swarm_key is None else config.swarm_key.hex(),
         connection_config=ConnectionConfig(
             min_connections=0,
             low_watermark=0,

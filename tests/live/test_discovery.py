@@ -8,15 +8,17 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
 
 from fusion_node.errors import AddressInUse, ConfigError, NoPeers, PeerError
 from fusion_node.types import ModelId, PeerId
+from fusion_node.wire import WireError
 from p2p.addresses import dialable_hosts, is_loopback
 from p2p.control import ControlNode, ControlPlaneDown
-from p2p.discovery import Discovery, DiscoveryConfig, provider_key, record_key
+from p2p.discovery import Discovery, DiscoveryConfig, RequestProtocol, provider_key, record_key
 from p2p.identity import Identity
 from p2p.libp2p_adapter.node import Libp2pNode
 from p2p.libp2p_adapter.requests import MAX_REQUESTS_AT_ONCE, REQUEST_TIMEOUT_S
@@ -84,11 +86,15 @@ async def start() -> AsyncIterator[Start]:
     async with AsyncExitStack() as stack:
 
         async def start_peer(
-            *bootstrap: str, serve: bool = True, announced: bool | None = None, kind: type[Discovery] = Discovery
+            *bootstrap: str,
+            serve: bool = True,
+            announced: bool | None = None,
+            kind: type[Discovery] = Discovery,
+            **options: Any,
         ) -> Peer:
             identity = Identity.generate()
             listen = ("127.0.0.1:0",) if serve else ()
-            discovery = kind(identity, DiscoveryConfig(listen, bootstrap, mdns=False, serve=serve))
+            discovery = kind(identity, DiscoveryConfig(listen, bootstrap, mdns=False, serve=serve), **options)
             await discovery.start()
             stack.push_async_callback(discovery.aclose)
             peer = Peer(discovery, identity)
@@ -292,6 +298,34 @@ async def test_many_requests_at_once_from_one_peer_are_all_answered(start: Start
     async with _within(), asyncio.TaskGroup() as group:
         for _ in range(40):
             group.create_task(other.discovery._exchange_with(node.id, None, limit=256))
+
+
+async def test_further_protocol_is_answered_and_refused_by_its_owner(start: Start) -> None:
+    async def answer(peer: PeerId, request: bytes) -> bytes | None:
+        if request == b"wrong":
+            raise WireError("not like this")
+        return None if request == b"no" else peer.encode() + request
+
+    node = await start(protocols=(RequestProtocol("/fusion/test/1", 100, answer),))
+    other = await start(node.discovery.addresses[0])
+    await other.discovery.wait_for_peer(LIMIT_S)
+    assert node.discovery.num_peers == 1
+    reply = await other.discovery.request(node.id, "/fusion/test/1", b"ping", limit_bytes=100)
+    assert reply == other.id.encode() + b"ping"
+    for refused in (b"no", b"wrong", bytes(101)):
+        with pytest.raises(PeerError):
+            await other.discovery.request(node.id, "/fusion/test/1", refused, limit_bytes=100)
+
+
+async def test_only_who_has_the_swarm_key_is_met(start: Start) -> None:
+    node = await start(swarm_key=b"k" * 32)
+    member = await start(node.discovery.addresses[0], swarm_key=b"k" * 32, serve=False)
+    await member.discovery.wait_for_peer(LIMIT_S)
+    for key in (None, b"x" * 32):
+        stranger = await start(node.discovery.addresses[0], swarm_key=key, serve=False)
+        with pytest.raises(NoPeers):
+            await stranger.discovery.wait_for_peer(1.0)
+    assert node.discovery.num_peers == 1
 
 
 async def test_withdrawn_node_is_gone_at_once_for_those_who_ask(start: Start) -> None:
