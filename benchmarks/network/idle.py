@@ -1,0 +1,139 @@
+"""What a node costs while nobody asks it anything: CPU and bytes, in a swarm of twelve, and simulated in a large one.
+
+The twelve are processes with the control plane and the data plane of a node and nothing else (no torch): each enters
+by the first one's address, announces a record every ANNOUNCE_INTERVAL_S, and is left alone. CPU is what the kernel
+counts per process. Bytes are those of the loopback interface, where each byte is sent once and received once; as root
+the swarm gets a network namespace of its own, so that nobody else's are counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from typing import Any
+
+import psutil
+
+from benchmarks.report import Check
+
+NUM_NODES = 12
+MAX_CPU_PERCENT = 5.0
+"""Of one core, per node. GossipSub alone may take 3 %."""
+
+MAX_BPS = 4096.0
+"""Per node, sent: what a slow uplink does not notice."""
+
+SETTLE_S = 45.0
+"""The first look-ups and publications of a newcomer are over by then."""
+
+
+def run(quick: bool) -> tuple[list[Check], dict[str, Any]]:
+    """The twelve, in a process of its own that may have a namespace of its own."""
+    has_own_network = os.geteuid() == 0 and shutil.which("unshare") is not None
+    command = [sys.executable, "-m", "benchmarks.network.idle", "measure", str(20 if quick else 120)]
+    if has_own_network:
+        command = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *command]
+    found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    found["own_network"] = has_own_network
+    checks = [
+        Check("idle-cpu", f"idle in a swarm of {NUM_NODES}: CPU of a core, per node", found["cpu_percent"], "%",
+              MAX_CPU_PERCENT, "<="),
+    ]  # fmt: skip
+    if has_own_network:
+        checks.append(Check("idle-bytes", "the same: bytes sent per node", found["Bps"], "B/s", MAX_BPS, "<="))
+    return checks, found
+
+
+async def _measure(duration_s: float) -> dict[str, Any]:
+    nodes: list[asyncio.subprocess.Process] = []
+    try:
+        first = await _start(None)
+        nodes.append(first[0])
+        for _ in range(NUM_NODES - 1):
+            nodes.append((await _start(first[1]))[0])
+        await asyncio.sleep(SETTLE_S)
+        processes = [psutil.Process(node.pid) for node in nodes]
+        cpu_before, bytes_before = [_cpu_s(process) for process in processes], _bytes_sent()
+        began = time.perf_counter()
+        await asyncio.sleep(duration_s)
+        lasted_s = time.perf_counter() - began
+        each = [
+            100 * (_cpu_s(process) - before) / lasted_s for process, before in zip(processes, cpu_before, strict=True)
+        ]
+        return {
+            "cpu_percent": sum(each) / len(each),
+            "cpu_percent_each": [round(value, 2) for value in each],
+            "Bps": (_bytes_sent() - bytes_before) / lasted_s / len(nodes),
+            "rss_mib": round(sum(process.memory_info().rss for process in processes) / len(processes) / 2**20),
+            "seconds": round(lasted_s, 1),
+        }
+    finally:
+        for node in nodes:
+            node.kill()
+            await node.wait()
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def _bytes_sent() -> int:
+    return int(psutil.net_io_counters(pernic=True)["lo"].bytes_sent)
+
+
+async def _start(peer: str | None) -> tuple[asyncio.subprocess.Process, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "benchmarks.network.idle", "node", *([peer] if peer else []),
+        stdout=subprocess.PIPE, stdin=subprocess.PIPE,
+    )  # fmt: skip
+    assert process.stdout is not None
+    return process, (await process.stdout.readline()).decode().strip()
+
+
+async def _node(peer: str | None) -> None:
+    from fusion_node.types import ModelId
+    from p2p.discovery import Discovery, DiscoveryConfig
+    from p2p.identity import Identity
+    from p2p.links import LinkPool
+    from p2p.records import PROTOCOL_VERSION, NodeRecord, ShardRecord, sign_record
+    from p2p.websocket import WebSocketNetwork
+
+    us, model_id = Identity.generate(), ModelId("ab" * 32)
+    config = DiscoveryConfig(listen=("127.0.0.1:0",), bootstrap=(peer,) if peer else (), mdns=False, serve=True)
+    discovery = Discovery(us, config)
+    pool = LinkPool(WebSocketNetwork(us), us.peer_id, on_frame=lambda *_: None, on_closed=lambda *_: None)
+    await discovery.start()
+    data_address = await pool.listen("127.0.0.1:0")
+    print(discovery.addresses[0], flush=True)
+    sequence = 0
+    while True:
+        sequence, now = sequence + 1, time.time()
+        record = NodeRecord(
+            version=PROTOCOL_VERSION,
+            peer=us.peer_id,
+            sequence=int(now * 1000) + sequence,
+            issued_at=now,
+            expires_at=now + 60.0,
+            data_addresses=(data_address,),
+            libp2p_addresses=tuple(discovery.addresses),
+            device="none",
+            memory_free_bytes=0,
+            shards=(ShardRecord(model_id, "idle", 0, 10, 30, "fp32", 0.001, 4096),),
+            num_sessions=0,
+            software="benchmark",
+        )
+        await discovery.announce(sign_record(record, us), [model_id])
+        await asyncio.sleep(20.0)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "node":
+        asyncio.run(_node(sys.argv[2] if len(sys.argv) > 2 else None))
+    else:
+        print(json.dumps(asyncio.run(_measure(float(sys.argv[2])))))
