@@ -75,6 +75,9 @@ def test_chain_and_tree_are_accepted() -> None:
         ({"tensor": TensorMeta("f32", 3, 1)}, "payload has 8 bytes"),
         ({"tensor": TensorMeta("int7", 2, 1)}, "encoding"),
         ({"tensor": TensorMeta("", 2, 1)}, "encoding"),
+        ({"tensor": TensorMeta("f32", 2, 1, "zs1")}, "cannot stand for"),  # not smaller than what it stands for
+        ({"tensor": TensorMeta("f32", 2, 65, "zs1")}, "cannot stand for"),  # 65 times larger
+        ({"tensor": TensorMeta("f32", 2, 2, "lz4")}, "compression"),
         ({"parents": (4,)}, "one parent per node"),
         ({"parents": (4, 5, 6)}, "one parent per node"),
         ({"parents": (4, 6)}, "hangs on itself"),

@@ -111,6 +111,8 @@ MESSAGES: tuple[tuple[AnyMessage, bytes], ...] = (
     ),
     (Step(SESSION, 0, 4, 7, 0, (6, 7, 7), 6, (7, 8, 9), TensorMeta("f16", 3, 2), ()), bytes(range(12))),
     (StepResult(SESSION, 0, 3, (6,), TensorMeta("bf16", 1, 4), ()), bytes(range(8))),
+    (StepResult(SESSION, 0, 4, (7, 8), TensorMeta("i8b32", 2, 3), ()), bytes(range(10))),
+    (StepResult(SESSION, 0, 5, (9,), TensorMeta("f32", 1, 16, "zs1"), ()), bytes(range(40))),
     (SessionFailed(SESSION, 0, 1, "peer", "the next stage is gone", RESPONDER.peer_id), b""),
     (CloseSession(SESSION, 0), b""),
     (CloseSession(SESSION, 0, retain=True), b""),
