@@ -63,6 +63,10 @@ class Refusal(enum.StrEnum):
     REPLAYED = "replayed"
     CROWDED = "crowded"
     """The table is full, or the one who brought it has brought too many."""
+    TOO_CHEAP = "too-cheap"
+    """The identity has not solved the puzzle that is demanded here."""
+    UNCHECKED = "unchecked"
+    """So many puzzles were to be checked that this one has to wait for its record to come again."""
 
 
 class ShardRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -235,11 +239,19 @@ class RecordTable:
     Args:
         max_records: about 1 KiB each.
         max_introduced: by one peer. One answer brings at most 256; several bring the nodes of a large swarm.
+        price: why a record is refused although it is good, given who introduced it; asked before it is taken.
     """
 
-    def __init__(self, *, max_records: int = 20_000, max_introduced: int = 1024) -> None:
+    def __init__(
+        self,
+        *,
+        max_records: int = 20_000,
+        max_introduced: int = 1024,
+        price: Callable[[NodeRecord, PeerId | None, UnixS], Refusal | None] = lambda record, introducer, now: None,
+    ) -> None:
         self._max_records = max_records
         self._max_introduced = max_introduced
+        self._price = price
         self.refused: dict[Refusal, int] = {}
         self._held: dict[str, _Held] = {}
         self._peer_of: dict[bytes, str] = {}
@@ -266,7 +278,7 @@ class RecordTable:
             return self._held[copied].record
         record = open_record(envelope, now=now)
         if isinstance(record, NodeRecord):
-            record = self._take(record, envelope, introducer, now)
+            record = self._price(record, introducer, now) or self._take(record, envelope, introducer, now)
         if isinstance(record, Refusal):
             self.refused[record] = self.refused.get(record, 0) + 1
         return record
