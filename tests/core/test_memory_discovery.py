@@ -15,10 +15,13 @@ from p2p.discovery import DiscoveryConfig, DiscoveryService
 from p2p.identity import Identity
 from p2p.memory_discovery import MemoryDiscovery, World
 from p2p.record_exchange import (
+    DIGEST_ENTRY_BYTES,
     MAX_ANSWER_BYTES,
+    MAX_DIGEST_ENTRIES,
     MAX_RECORDS,
     ExchangeAnswer,
     ExchangeRequest,
+    Received,
     RecordExchange,
 )
 from p2p.records import NodeRecord, RecordTable, Refusal, ShardRecord, sign_record
@@ -131,7 +134,7 @@ async def test_record_that_others_would_refuse_cannot_be_announced() -> None:
 
 
 def exchange_with(*envelopes: bytes, now: UnixS, own: bytes | None = None) -> RecordExchange:
-    exchange = RecordExchange(RecordTable(), Random(7))
+    exchange = RecordExchange(RecordTable(max_introduced=20_000), Random(7))
     for envelope in envelopes:
         assert isinstance(exchange.table.receive(envelope, now=now), NodeRecord)
     if own is not None:
@@ -150,14 +153,14 @@ def test_answer_has_the_own_record_first_then_the_model_then_tombstones() -> Non
         now=now,
     )
     asker = RecordExchange(RecordTable(), Random(7))
-    received = asker.receive(
-        exchange.answer(asker.request(MODEL, limit=10, now=now), source=SOURCE, now=now), source=SOURCE, now=now
-    )
+    first = exchange.answer(asker.request(MODEL, limit=10, now=now), source=SOURCE, now=now)
+    received = asker.receive(first, source=SOURCE, now=now).accepted
     assert [r.peer for r in received[:1] + received[3:]] == [identity(n).peer_id for n in (1, 4)]
     assert peers(received[1:3]) == {identity(2).peer_id, identity(3).peer_id}
     assert peers(asker.serving(MODEL, now=now)) == {identity(2).peer_id, identity(3).peer_id}
-    limited = exchange.answer(asker.request(MODEL, limit=2, now=now), source=SOURCE, now=now)
-    assert len(asker.receive(limited, source=SOURCE, now=now)) == 2
+    newcomer = RecordExchange(RecordTable(), Random(7))
+    limited = exchange.answer(newcomer.request(MODEL, limit=2, now=now), source=SOURCE, now=now)
+    assert len(newcomer.receive(limited, source=SOURCE, now=now).accepted) == 2
 
 
 def dated(number: int, issued_at: float, models: tuple[ModelId, ...], shards_each: int = 1) -> bytes:
@@ -203,7 +206,7 @@ def test_newest_node_is_in_the_answer_of_who_knows_many() -> None:
         exchange.answer(asker.request(MODEL, limit=MAX_RECORDS, now=now), source=SOURCE, now=now),
         source=SOURCE,
         now=now,
-    )
+    ).accepted
     assert len(received) == MAX_RECORDS
     assert identity(500).peer_id in peers(received)
 
@@ -217,7 +220,7 @@ def test_share_of_tombstones_is_in_the_answer_of_who_knows_many() -> None:
         exchange.answer(asker.request(MODEL, limit=MAX_RECORDS, now=now), source=SOURCE, now=now),
         source=SOURCE,
         now=now,
-    )
+    ).accepted
     assert sum(not r.shards for r in received) == 10
 
 
@@ -246,23 +249,96 @@ def test_pushed_records_are_taken_and_forged_ones_are_counted() -> None:
     exchange = exchange_with(now=now)
     forged = bytearray(record(2, now))
     forged[-1] ^= 1
-    request = msgspec.msgpack.encode(ExchangeRequest(1, (record(1, now), bytes(forged)), None, 0))
+    request = msgspec.msgpack.encode(ExchangeRequest(2, (record(1, now), bytes(forged)), None, 0))
     answer = msgspec.msgpack.decode(exchange.answer(request, source=SOURCE, now=now), type=ExchangeAnswer)
     assert answer.records == ()
     assert peers(exchange.serving(None, now=now)) == {identity(1).peer_id}
     assert exchange.table.refused == {Refusal.WRONG_KEY: 1}
 
 
+def pulled(asker: RecordExchange, answerer: RecordExchange, now: UnixS, *, limit: int = MAX_RECORDS) -> Received:
+    answer = answerer.answer(asker.request(MODEL, limit=limit, now=now), source=SOURCE, now=now)
+    return asker.receive(answer, source=SOURCE, now=now, limit=limit)
+
+
+def test_answer_holds_only_what_is_missing_or_newer() -> None:
+    now = Clock().now
+    asker = exchange_with(*(record(n, now, sequence=5) for n in (1, 2, 3, 4)), now=now)
+    answerer = exchange_with(
+        record(1, now, sequence=5),
+        record(2, now, sequence=4),
+        record(3, now, sequence=6),
+        record(4, now, sequence=6, models=()),
+        record(5, now, sequence=1),
+        own=record(6, now),
+        now=now,
+    )
+    received = pulled(asker, answerer, now)
+    assert [(r.peer, r.sequence) for r in received.accepted[:1]] == [(identity(6).peer_id, 1)]
+    assert peers(received.accepted) == {identity(n).peer_id for n in (3, 4, 5, 6)}
+    assert (received.num_known, received.num_shared, received.answered_at) == (5, 3, now)
+    assert pulled(asker, answerer, now).accepted == []
+
+
+def test_sequence_far_above_the_digests_32_bits_is_newer() -> None:
+    now = Clock().now
+    asker = exchange_with(record(1, now, sequence=2**40 - 1), now=now)
+    answerer = exchange_with(record(1, now, sequence=2**40 + 1), now=now)
+    assert [r.sequence for r in pulled(asker, answerer, now).accepted] == [2**40 + 1]
+
+
+def test_tombstones_of_nodes_that_the_asker_believes_in_come_first() -> None:
+    now = Clock().now
+    asker = exchange_with(*(record(n, now) for n in range(1, 5)), now=now)
+    left = [record(n, now, sequence=2, models=()) for n in range(1, 1000)]
+    received = pulled(asker, exchange_with(*left, now=now), now)
+    assert {identity(n).peer_id for n in range(1, 5)} <= peers(received.accepted)
+    assert len(received.accepted) == MAX_RECORDS // 8
+
+
+def test_table_above_the_digest_is_reconciled_part_by_part() -> None:
+    now = Clock().now
+    known = [record(n, now) for n in range(1, 2 * MAX_DIGEST_ENTRIES)]
+    asker = exchange_with(*known, now=now)
+    request = msgspec.msgpack.decode(asker.request(MODEL, limit=1, now=now), type=ExchangeRequest)
+    assert request.digest is not None
+    assert len(request.digest.entries) <= MAX_DIGEST_ENTRIES * DIGEST_ENTRY_BYTES
+    answerer = exchange_with(*known, *(record(n, now) for n in range(5000, 5010)), now=now)
+    received = [pulled(asker, answerer, now) for _ in range(20)]
+    # Only what is missing came, and by now all of it: 20 parts, each of about half of the peers.
+    assert sum(len(one.accepted) for one in received) == 10
+    assert all(one.num_shared <= MAX_DIGEST_ENTRIES for one in received)
+
+
+def test_answer_to_a_push_tells_nothing_but_the_time() -> None:
+    now = Clock().now
+    answerer = exchange_with(record(1, now), own=record(2, now), now=now)
+    received = pulled(exchange_with(now=now), answerer, now, limit=0)
+    assert (received.accepted, received.num_known, received.answered_at) == ([], 0, now)
+
+
+def test_more_records_than_were_asked_for_are_refused() -> None:
+    now = Clock().now
+    asker, answerer = exchange_with(now=now), exchange_with(record(1, now), record(2, now), now=now)
+    answer = answerer.answer(asker.request(MODEL, limit=2, now=now), source=SOURCE, now=now)
+    with pytest.raises(WireError):
+        asker.receive(answer, source=SOURCE, now=now, limit=1)
+
+
 @pytest.mark.parametrize(
     "request_",
     [
-        [2, [], None, 0],
-        [1, [b"x"] * 5, None, 0],
-        [1, [b"x" * 20_000], None, 0],
-        [1, [], "not a model", 0],
-        [1, [], None, MAX_RECORDS + 1],
-        [1, [], None, -1],
-        [1, "text", None, 0],
+        [1, [], None, 0],
+        [2, [b"x"] * 5, None, 0],
+        [2, [b"x" * 20_000], None, 0],
+        [2, [], "not a model", 0],
+        [2, [], None, MAX_RECORDS + 1],
+        [2, [], None, -1],
+        [2, "text", None, 0],
+        [2, [], None, 9, [b"short", 2**32, b""]],
+        [2, [], None, 9, [b"8 bytes.", 2**32 + 1, b""]],
+        [2, [], None, 9, [b"8 bytes.", 2**32, b"no whole entry"]],
+        [2, [], None, 9, [b"8 bytes.", 2**32, bytes(DIGEST_ENTRY_BYTES * (MAX_DIGEST_ENTRIES + 1))]],
         "text",
     ],
 )
@@ -273,7 +349,7 @@ def test_malformed_request_is_refused(request_: object) -> None:
 
 def test_malformed_answer_is_refused() -> None:
     exchange = exchange_with(now=Clock().now)
-    for answer in ([2, []], [1, [b"x"] * (MAX_RECORDS + 1)], [1, [b"x" * 20_000]], 7):
+    for answer in ([1, [], 0.0], [2, [b"x"] * (MAX_RECORDS + 1), 0.0], [2, [b"x" * 20_000], 0.0], [2, []], 7):
         with pytest.raises(WireError):
             exchange.receive(msgspec.msgpack.encode(answer), source=SOURCE, now=Clock().now)
     with pytest.raises(WireError):
