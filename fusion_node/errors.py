@@ -115,10 +115,18 @@ class PeerError(FusionError):
 
 
 class PeerUnreachable(PeerError):
-    """A peer cannot be connected to. It may be offline or behind a firewall."""
+    """A peer cannot be connected to. It may be offline or behind a firewall.
+
+    Attributes:
+        is_refused: the machine is there and says that nobody listens at that address.
+    """
 
     exit_code = 21
     retryable = True
+
+    def __init__(self, peer: str, message: str, *, is_refused: bool = False) -> None:
+        super().__init__(peer, message)
+        self.is_refused = is_refused
 
 
 class PeerClosed(PeerError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from fusion_node.errors import (
@@ -25,8 +25,8 @@ from fusion_node.types import PeerId
 from p2p.identity import Identity
 from p2p.noise_core import MAX_SEGMENT_BYTES, LinkRefusal
 from p2p.records import PROTOCOL_VERSION
-from p2p.sealed import Room, SealedLink, initiate, respond
-from p2p.seam import ChannelReceiver, Link, Listener, OnLink
+from p2p.sealed import Credentials, SealedLink, initiate, respond
+from p2p.seam import ChannelReceiver, Gate, Link, Listener, OnLink, OpenGate, PathKind
 
 HIGH_WATER_BYTES = 64 * 1024
 """As much as an asyncio transport buffers before it asks the writer to wait."""
@@ -48,6 +48,8 @@ class MemoryWorld:
     channels: set[_MemoryChannel] = field(default_factory=set)
     black_holes: set[tuple[str, str]] = field(default_factory=set)
     tampers: dict[tuple[str, str], Tamper] = field(default_factory=dict)
+    paths: dict[str, PathKind] = field(default_factory=dict)
+    """What an address counts as, if not as MEMORY."""
     next_port: int = FIRST_FREE_PORT
 
     def cut(self, host: str, other: str) -> None:
@@ -75,13 +77,24 @@ class MemoryNetwork:
     """One host of a MemoryWorld."""
 
     def __init__(
-        self, world: MemoryWorld, identity: Identity, host: str = "localhost", *, version: int = PROTOCOL_VERSION
+        self,
+        world: MemoryWorld,
+        identity: Identity,
+        host: str = "localhost",
+        *,
+        psk: bytes | None = None,
+        gate: Gate | None = None,
+        version: int = PROTOCOL_VERSION,
     ) -> None:
         self.refused: Counter[str] = Counter()
         self._world = world
-        self._identity = identity
+        self._credentials = Credentials(identity, self.refused, psk, version)
+        self._gate = gate or OpenGate()
         self._host = host
-        self._version = version
+
+    def path_of(self, address: str) -> PathKind:
+        """See Network.path_of."""
+        return self._world.paths.get(address, PathKind.MEMORY)
 
     async def dial(self, address: str, *, expect: PeerId | None, timeout_s: float) -> Link:
         """See Network.dial."""
@@ -93,9 +106,9 @@ class MemoryNetwork:
                 if (self._host, remote_host) in self._world.black_holes:
                     await asyncio.Event().wait()
                 if listener is None:
-                    raise PeerUnreachable(expect or address, f"nobody listens on {address}")
+                    raise PeerUnreachable(expect or address, f"nobody listens on {address}", is_refused=True)
                 listener.accept(there)
-                return await initiate(here, self._identity, self.refused, expect=expect, version=self._version)
+                return await initiate(here, self._credentials, expect=expect)
         except TimeoutError as error:
             here.abort()
             raise PeerUnreachable(expect or address, f"{address} did not answer within {timeout_s:g} s") from error
@@ -116,26 +129,18 @@ class MemoryNetwork:
         bound = f"{host}:{port}"
         if bound in self._world.listeners:
             raise AddressInUse(f"another program listens on {bound}")
-        listener = _MemoryListener(self._world, bound, self._identity, self.refused, self._version, on_link)
+        listener = _MemoryListener(self._world, bound, self._credentials, self._gate, on_link)
         self._world.listeners[bound] = listener
         return listener
 
 
 class _MemoryListener:
-    def __init__(
-        self,
-        world: MemoryWorld,
-        address: str,
-        identity: Identity,
-        refused: Counter[str],
-        version: int,
-        on_link: OnLink,
-    ) -> None:
+    def __init__(self, world: MemoryWorld, address: str, credentials: Credentials, gate: Gate, on_link: OnLink) -> None:
         self._world = world
         self._address = address
-        self._identity = identity
-        self._refused = refused
-        self._version = version
+        self._credentials = credentials
+        self._refused = credentials.refused
+        self._gate = gate
         self._on_link = on_link
         self._tasks: set[asyncio.Task[None]] = set()
         self._links: set[SealedLink] = set()
@@ -158,14 +163,40 @@ class _MemoryListener:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _serve(self, channel: _MemoryChannel) -> None:
+        host, gate = channel.remote_host, self._gate
+        refusal = gate.refuse_host(host)
+        if refusal is not None:
+            self._refused[refusal] += 1
+            return channel.abort()
+        gate.connected(host)
+        try:
+            link = await self._prove(channel, host)
+            gate.proven(host)
+            if link is not None:
+                await self._keep(link)
+        finally:
+            gate.disconnected(host)
+
+    async def _prove(self, channel: _MemoryChannel, host: str) -> SealedLink | None:
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
-                link = await respond(channel, self._identity, self._refused, version=self._version)
+                link = await respond(channel, self._credentials)
         except TimeoutError:
             self._refused[str(LinkRefusal.HANDSHAKE_TIMEOUT)] += 1
-            return channel.abort()
-        except FusionError:
-            return await channel.aclose()
+            channel.abort()
+            return None
+        except FusionError as error:
+            self._gate.report_failure(None, host, error)
+            await channel.aclose()
+            return None
+        refusal = self._gate.refuse_peer(link.peer, host)
+        if refusal is None:
+            return link
+        self._refused[refusal] += 1
+        await link.aclose()
+        return None
+
+    async def _keep(self, link: SealedLink) -> None:
         self._links.add(link)
         try:
             await self._on_link(link)
@@ -177,15 +208,16 @@ class _MemoryListener:
 class _MemoryChannel:
     """One end of a connection. ``_inbox`` holds what has arrived and is not yet delivered."""
 
-    def __init__(self, world: MemoryWorld, host: str, remote_host: str, remote_address: str) -> None:
+    def __init__(self, world: MemoryWorld, host: str, remote_host: str, remote_address: str, path: PathKind) -> None:
         self.host = host
         self.remote_host = remote_host
         self.remote_address = remote_address
         self.other: _MemoryChannel = self
+        self._path = path
         self._world = world
         self._inbox: deque[bytes] = deque()
         self._inbox_bytes = 0
-        self._room = Room()
+        self._is_full = False
         self._receiver: ChannelReceiver | None = None
         self._paused = False
         self._closed = False
@@ -196,16 +228,20 @@ class _MemoryChannel:
         self._receiver = receiver
         self._deliver_soon()
 
-    def write(self, data: bytes) -> Awaitable[None] | None:
+    @property
+    def path(self) -> PathKind:
+        return self._path
+
+    def write(self, data: bytes) -> bool:
         if self._closed:
             raise PeerClosed(self.remote_address, f"the connection with {self.remote_address} is closed")
         path = (self.host, self.remote_host)
         if path in self._world.black_holes:
-            return None
+            return True
         change = self._world.tampers.get(path)
         for message in (data,) if change is None else change(data):
             self.other._arrive(bytes(message))
-        return None if self.other._room.is_set() else self.other._room
+        return not self.other._is_full
 
     def pause_reading(self) -> None:
         self._paused = True
@@ -227,7 +263,7 @@ class _MemoryChannel:
         self._inbox.append(message)
         self._inbox_bytes += len(message)
         if self._inbox_bytes > HIGH_WATER_BYTES:
-            self._room.clear()
+            self._is_full = True
         self._deliver_soon()
 
     def _deliver_soon(self) -> None:
@@ -242,8 +278,9 @@ class _MemoryChannel:
                 self.abort()
                 return
             self._receiver.message_received(message)
-        if self._inbox_bytes <= HIGH_WATER_BYTES:
-            self._room.set()
+        if self._is_full and self._inbox_bytes <= HIGH_WATER_BYTES:
+            self._is_full = False
+            self.other._room_again()
         if self._closed and not self._inbox:
             self._report(PeerClosed(self.remote_address, f"{self.remote_address} closed the connection"))
 
@@ -252,9 +289,12 @@ class _MemoryChannel:
             self._reported = True
             self._receiver.channel_closed(error)
 
+    def _room_again(self) -> None:
+        if self._receiver is not None and not self._closed:
+            self._receiver.channel_writable()
+
     def _end(self) -> None:
         self._closed = True
-        self._room.set()
         self._world.channels.discard(self)
         self._deliver_soon()
 
@@ -262,7 +302,8 @@ class _MemoryChannel:
 def _channel_pair(
     world: MemoryWorld, host: str, remote_host: str, address: str
 ) -> tuple[_MemoryChannel, _MemoryChannel]:
-    here = _MemoryChannel(world, host, remote_host, address)
-    there = _MemoryChannel(world, remote_host, host, f"{host}:0")
+    path = world.paths.get(address, PathKind.MEMORY)
+    here = _MemoryChannel(world, host, remote_host, address, path)
+    there = _MemoryChannel(world, remote_host, host, f"{host}:0", path)
     here.other, there.other = there, here
     return here, there

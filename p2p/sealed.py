@@ -14,8 +14,9 @@ import asyncio
 import contextlib
 import secrets
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Generator
-from typing import Any, NoReturn
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NoReturn
 
 from fusion_node.errors import (
     LocalProtocolError,
@@ -30,7 +31,8 @@ from fusion_node.wire import WireError
 from p2p.identity import Identity, short
 from p2p.messages import AnyMessage, Frame, decode_message, encode_message
 from p2p.noise_core import Handshake, LinkKeys, LinkRefusal, LinkRefused, Opener, Sealer
-from p2p.seam import Channel, LinkCounters
+from p2p.records import PROTOCOL_VERSION
+from p2p.seam import Channel, LinkCounters, PathKind
 
 MAX_INBOX_BYTES = 256 * 1024
 """Payload bytes that wait for ``receive`` before the peer has to wait. Four segments."""
@@ -39,18 +41,20 @@ MAX_EARLY_MESSAGES = 4
 """Messages that may wait during the handshake, which has at most two per side."""
 
 
-class Room:
-    """Whether a transport takes more: an event that is awaited directly, and may be dropped unawaited."""
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """With what a network of this process introduces itself.
 
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-        self._event.set()
-        self.set = self._event.set
-        self.clear = self._event.clear
-        self.is_set = self._event.is_set
+    Attributes:
+        refused: where handshakes and segments that were not accepted are counted, by reason.
+        psk: the key of a private swarm, without which nobody is answered.
+        version: of the protocol; another than the default only in tests.
+    """
 
-    def __await__(self) -> Generator[Any, Any, None]:
-        yield from self._event.wait().__await__()
+    identity: Identity
+    refused: Counter[str] = field(default_factory=Counter)
+    psk: bytes | None = field(default=None, repr=False)
+    version: int = PROTOCOL_VERSION
 
 
 class SealedLink:
@@ -74,6 +78,8 @@ class SealedLink:
         self._refusal: RemoteProtocolError | None = None
         self._refused = refused
         self._outbox: deque[bytes] = deque()
+        self._room = asyncio.Event()
+        self._room.set()
         self._num_pumped = 0
         self._drained: deque[tuple[int, asyncio.Future[None]]] = deque()
         self._pump: asyncio.Task[None] | None = None
@@ -87,6 +93,10 @@ class SealedLink:
     @property
     def remote_address(self) -> str:
         return self._channel.remote_address
+
+    @property
+    def path(self) -> PathKind:
+        return self._channel.path
 
     @property
     def unfinished_bytes(self) -> int:
@@ -104,9 +114,9 @@ class SealedLink:
                     self._outbox.append(segment)
                     self.queued_bytes += len(segment)
                     continue
-                waiting = self._write(segment)
-                if waiting is not None:
-                    self._pump = self._loop.create_task(self._pump_outbox(waiting))
+                if not self._write(segment):
+                    self._room.clear()
+                    self._pump = self._loop.create_task(self._pump_outbox())
         except (WireError, LinkRefused) as error:
             raise LocalProtocolError(f"a {type(message).__name__} cannot be sent: {error}") from error
         except PeerClosed as error:
@@ -185,6 +195,10 @@ class SealedLink:
             self._channel.pause_reading()
         self._wake()
 
+    def channel_writable(self) -> None:
+        """See ChannelReceiver."""
+        self._room.set()
+
     def channel_closed(self, error: PeerError) -> None:
         """See ChannelReceiver."""
         if isinstance(error, RemoteProtocolError):
@@ -207,12 +221,11 @@ class SealedLink:
             self._closing = self._loop.create_task(self._channel.aclose())
         await asyncio.shield(self._closing)
 
-    async def _pump_outbox(self, waiting: Awaitable[None] | None) -> None:
+    async def _pump_outbox(self) -> None:
         """Writes what is queued as the transport makes room. Lives only while there is something queued."""
         try:
             while True:
-                if waiting is not None:
-                    await waiting
+                await self._room.wait()
                 while self._drained and self._drained[0][0] <= self._num_pumped:
                     _, done = self._drained.popleft()
                     if not done.done():
@@ -223,7 +236,8 @@ class SealedLink:
                 segment = self._outbox.popleft()
                 self.queued_bytes -= len(segment)
                 self._num_pumped += 1
-                waiting = self._write(segment)
+                if not self._write(segment):
+                    self._room.clear()
         except PeerClosed as error:
             self.abort(str(error))
 
@@ -283,6 +297,9 @@ class _Mailbox:
             self._channel.pause_reading()
         self._arrived.set()
 
+    def channel_writable(self) -> None:
+        pass
+
     def channel_closed(self, error: PeerError) -> None:
         self.error = error
         self._arrived.set()
@@ -306,9 +323,7 @@ class _Mailbox:
             self._channel.resume_reading()
 
 
-async def initiate(
-    channel: Channel, identity: Identity, refused: Counter[str], *, expect: PeerId | None, version: int
-) -> SealedLink:
+async def initiate(channel: Channel, credentials: Credentials, *, expect: PeerId | None) -> SealedLink:
     """The dialling side's handshake. The caller bounds its duration, and closes the channel when this raises.
 
     Raises:
@@ -316,18 +331,27 @@ async def initiate(
         ProtocolVersionMismatch: it speaks another version.
         RemoteProtocolError: it is somebody else, or does not follow the protocol.
     """
-    handshake = Handshake(
-        identity, initiator=True, static_private=secrets.token_bytes(32), expect=expect, version=version
-    )
+    handshake = _handshake(credentials, initiator=True, expect=expect)
     mailbox = _Mailbox(channel)
-    await _write(channel, handshake.start())
-    return await _finish(channel, mailbox, handshake, refused, expect)
+    channel.write(handshake.start())
+    return await _finish(channel, mailbox, handshake, credentials.refused, expect)
 
 
-async def respond(channel: Channel, identity: Identity, refused: Counter[str], *, version: int) -> SealedLink:
+async def respond(channel: Channel, credentials: Credentials) -> SealedLink:
     """The accepting side's handshake; as ``initiate``."""
-    handshake = Handshake(identity, initiator=False, static_private=secrets.token_bytes(32), version=version)
-    return await _finish(channel, _Mailbox(channel), handshake, refused, None)
+    handshake = _handshake(credentials, initiator=False, expect=None)
+    return await _finish(channel, _Mailbox(channel), handshake, credentials.refused, None)
+
+
+def _handshake(credentials: Credentials, *, initiator: bool, expect: PeerId | None) -> Handshake:
+    return Handshake(
+        credentials.identity,
+        initiator=initiator,
+        static_private=secrets.token_bytes(32),
+        expect=expect,
+        psk=credentials.psk,
+        version=credentials.version,
+    )
 
 
 async def _finish(
@@ -338,12 +362,12 @@ async def _finish(
         while handshake.keys is None:
             answer = handshake.receive(await mailbox.get())
             if answer:
-                await _write(channel, answer)
+                channel.write(answer)  # a channel always takes a message; three of them fill none
     except LinkRefused as error:
         refused[str(error.reason)] += 1
         if error.reply:
             with contextlib.suppress(PeerClosed):
-                await _write(channel, error.reply)
+                channel.write(error.reply)
         if error.reason is LinkRefusal.WRONG_VERSION:
             raise ProtocolVersionMismatch(who, f"peer at {channel.remote_address}: {error}") from error
         raise RemoteProtocolError(who, f"peer at {channel.remote_address}, {error.reason}: {error}") from error
@@ -355,9 +379,3 @@ async def _finish(
     link = SealedLink(channel, handshake.keys, refused)
     mailbox.hand_over(link)
     return link
-
-
-async def _write(channel: Channel, data: bytes) -> None:
-    waiting = channel.write(data)
-    if waiting is not None:
-        await waiting

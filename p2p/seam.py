@@ -1,12 +1,14 @@
 """The seam between protocol and network: all that the rest of the program knows of sockets.
 
-Two implementations, the WebSocket (p2p.websocket) and the in-memory twin (p2p.memory), pass the same conformance suite
-(p2p.conformance). A Link is sealed and mutually authenticated before anybody sees it. Both consist of a Channel, which
-carries opaque messages, and of p2p.sealed on top.
+The implementations (p2p.websocket, libp2p streams, and the in-memory twin p2p.memory) pass the same conformance suite
+(p2p.conformance). A Link is sealed and mutually authenticated before anybody sees it. All consist of a Channel, which
+carries opaque messages, and of p2p.sealed on top: a new transport implements Channel and Network and calls ``initiate``
+and ``respond`` of p2p.sealed. p2p.paths puts several networks together, by the form of the address.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn, Protocol, TypeAlias
@@ -14,6 +16,69 @@ from typing import NoReturn, Protocol, TypeAlias
 from fusion_node.errors import PeerError
 from fusion_node.types import PeerId
 from p2p.messages import AnyMessage, Frame
+
+
+class PathKind(enum.Enum):
+    """What a link runs over. ``rank`` orders them: a path of lower rank replaces one of higher rank."""
+
+    DIRECT = "direct"
+    """A WebSocket of our own."""
+    STREAM = "stream"
+    """A libp2p stream to the peer itself, dialled or through a hole in a NAT. Costs six times the CPU."""
+    RELAYED = "relayed"
+    """A libp2p stream through a third peer's uplink."""
+    MEMORY = "memory"
+    """Within one process."""
+
+    @property
+    def rank(self) -> int:
+        return {PathKind.MEMORY: 0, PathKind.DIRECT: 0, PathKind.STREAM: 1, PathKind.RELAYED: 2}[self]
+
+
+class Gate(Protocol):
+    """Who may connect. A reason is a few words for a counter; None lets in. ``host`` is a numeric IP address or empty.
+
+    A listener asks ``refuse_host`` before it spends anything on a connection. If that lets in, it calls ``connected``,
+    then exactly once ``proven`` (the identity is known, or the connection ended before), then ``disconnected``.
+    """
+
+    def refuse_host(self, host: str) -> str | None: ...
+
+    def refuse_peer(self, peer: PeerId, host: str) -> str | None:
+        """Asked by listeners once the identity is proven, and by whoever dials, with an empty host."""
+        ...
+
+    def connected(self, host: str) -> None: ...
+
+    def proven(self, host: str) -> None: ...
+
+    def disconnected(self, host: str) -> None: ...
+
+    def report_failure(self, peer: PeerId | None, host: str | None, failure: BaseException) -> None:
+        """A handshake or a link ended for this reason, which may be a breach of the protocol."""
+        ...
+
+
+class OpenGate:
+    """Lets everybody in."""
+
+    def refuse_host(self, host: str) -> str | None:
+        return None
+
+    def refuse_peer(self, peer: PeerId, host: str) -> str | None:
+        return None
+
+    def connected(self, host: str) -> None:
+        pass
+
+    def proven(self, host: str) -> None:
+        pass
+
+    def disconnected(self, host: str) -> None:
+        pass
+
+    def report_failure(self, peer: PeerId | None, host: str | None, failure: BaseException) -> None:
+        pass
 
 
 @dataclass(slots=True)
@@ -47,8 +112,11 @@ class Link(Protocol):
 
     @property
     def remote_address(self) -> str:
-        """``host:port`` of the other end, for people; never evidence of anything."""
+        """``host:port`` or the multiaddr of the other end, for people; never evidence of anything."""
         ...
+
+    @property
+    def path(self) -> PathKind: ...
 
     def post(self, message: AnyMessage, payload: bytes | bytearray | memoryview = b"") -> None:
         """Seals one frame and writes it at once if the transport has room, else queues it. Never waits.
@@ -104,10 +172,14 @@ class Link(Protocol):
 
 
 class ChannelReceiver(Protocol):
-    """Who a Channel reports to. Called by the transport, so it neither waits nor raises."""
+    """Who a Channel reports to. Called by the transport, in the event loop, so it neither waits nor raises."""
 
     def message_received(self, data: bytes | memoryview) -> None:
         """One message. A view is valid only until this returns."""
+        ...
+
+    def channel_writable(self) -> None:
+        """After a ``write`` that returned False: there is room again."""
         ...
 
     def channel_closed(self, error: PeerError) -> None:
@@ -116,17 +188,26 @@ class ChannelReceiver(Protocol):
 
 
 class Channel(Protocol):
-    """Carries messages with their boundaries, in order, unsealed and unauthenticated: what a transport implements."""
+    """Carries messages with their boundaries, in order, unsealed and unauthenticated: what a transport implements.
+
+    A message has 1 to 65,535 bytes. All calls are made in the event loop.
+    """
 
     @property
     def remote_address(self) -> str: ...
+
+    @property
+    def path(self) -> PathKind: ...
 
     def set_receiver(self, receiver: ChannelReceiver) -> None:
         """From now on ``receiver`` is called, first with what came before; if it has ended already, with that."""
         ...
 
-    def write(self, data: bytes) -> Awaitable[None] | None:
-        """Hands one message over, at once. An awaitable means: taken, but await this before the next one.
+    def write(self, data: bytes) -> bool:
+        """Takes one message. False: taken, but write no more before ``channel_writable``.
+
+        A channel buffers little beyond what the path carries at once (a segment or two): what it has taken can not be
+        overtaken by anything more urgent.
 
         Raises:
             PeerClosed: the channel is closed.
@@ -173,21 +254,25 @@ class Network(Protocol):
         """How many handshakes, connections and frames were not accepted, by reason."""
         ...
 
+    def path_of(self, address: str) -> PathKind:
+        """What a link over this address would run over, as far as the address tells."""
+        ...
+
     async def dial(self, address: str, *, expect: PeerId | None, timeout_s: float) -> Link:
-        """Connects to ``host:port`` and proves both identities.
+        """Connects to an address and proves both identities.
 
         Args:
             expect: the peer that must answer; None accepts any and lets the caller read Link.peer.
 
         Raises:
-            PeerUnreachable: nobody answers there in time.
+            PeerUnreachable: nobody answers there in time. ``is_refused`` says that certainly nobody listens there.
             ProtocolVersionMismatch: the peer speaks another version.
             RemoteProtocolError: another identity answers, or the handshake is malformed.
         """
         ...
 
     async def listen(self, address: str, on_link: OnLink) -> Listener:
-        """Accepts links on ``host:port``; port 0 takes any free one.
+        """Accepts links on an address; port 0 takes any free one.
 
         Raises:
             AddressInUse: the port is taken.

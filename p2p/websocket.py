@@ -21,7 +21,6 @@ import hashlib
 import secrets
 import socket
 from collections import Counter
-from collections.abc import Awaitable
 
 import aiohttp
 import structlog
@@ -44,8 +43,8 @@ from fusion_node.wire import WireError
 from p2p.identity import Identity
 from p2p.noise_core import MAX_SEGMENT_BYTES, LinkRefusal
 from p2p.records import PROTOCOL_VERSION
-from p2p.sealed import Room, SealedLink, initiate, respond
-from p2p.seam import ChannelReceiver, Link, Listener, OnLink
+from p2p.sealed import Credentials, SealedLink, initiate, respond
+from p2p.seam import ChannelReceiver, Gate, Link, Listener, OnLink, OpenGate, PathKind
 from p2p.websocket_core import BINARY, Decoder, Opcode, encode
 
 PATH = "/fusion"
@@ -72,6 +71,8 @@ class WebSocketNetwork:
 
     Args:
         identity: proven to every peer.
+        psk: the key of a private swarm.
+        gate: who may connect.
         version: of the protocol; another than the default only in tests.
         handshake_timeout_s, max_unauthenticated: see the constants.
     """
@@ -80,15 +81,21 @@ class WebSocketNetwork:
         self,
         identity: Identity,
         *,
+        psk: bytes | None = None,
+        gate: Gate | None = None,
         version: int = PROTOCOL_VERSION,
         handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
         max_unauthenticated: int = MAX_UNAUTHENTICATED,
     ) -> None:
         self.refused: Counter[str] = Counter()
-        self._identity = identity
-        self._version = version
+        self._credentials = Credentials(identity, self.refused, psk, version)
+        self._gate = gate or OpenGate()
         self._handshake_timeout_s = handshake_timeout_s
         self._max_unauthenticated = max_unauthenticated
+
+    def path_of(self, address: str) -> PathKind:
+        """See Network.path_of."""
+        return PathKind.DIRECT
 
     async def dial(self, address: str, *, expect: PeerId | None, timeout_s: float) -> Link:
         """See Network.dial."""
@@ -103,7 +110,7 @@ class WebSocketNetwork:
             async with asyncio.timeout(timeout_s):
                 channel = await _upgrade(session, host, port, address)
                 try:
-                    return await initiate(channel, self._identity, self.refused, expect=expect, version=self._version)
+                    return await initiate(channel, self._credentials, expect=expect)
                 except BaseException:
                     channel.abort()
                     await channel.aclose()
@@ -119,7 +126,7 @@ class WebSocketNetwork:
         """See Network.listen."""
         host, port = split_address(address)
         listener = _WebSocketListener(
-            self._identity, self.refused, self._version, on_link, self._handshake_timeout_s, self._max_unauthenticated
+            self._credentials, self._gate, on_link, self._handshake_timeout_s, self._max_unauthenticated
         )
         await listener.bind(host, port)
         return listener
@@ -136,26 +143,26 @@ class _Server(web.Server):
 
     def connection_lost(self, handler: RequestHandler, exc: BaseException | None = None) -> None:
         super().connection_lost(handler, exc)
-        self.listener.authenticated(handler)
+        self.listener.connection_lost(handler)
 
 
 class _WebSocketListener:
     def __init__(
         self,
-        identity: Identity,
-        refused: Counter[str],
-        version: int,
+        credentials: Credentials,
+        gate: Gate,
         on_link: OnLink,
         handshake_timeout_s: float,
         max_unauthenticated: int,
     ) -> None:
-        self._identity = identity
-        self._refused = refused
-        self._version = version
+        self._credentials = credentials
+        self._refused = credentials.refused
+        self._gate = gate
         self._on_link = on_link
         self._handshake_timeout_s = handshake_timeout_s
         self._max_unauthenticated = max_unauthenticated
         self._unauthenticated: dict[RequestHandler, asyncio.TimerHandle] = {}
+        self._hosts: dict[RequestHandler, str] = {}
         self._links: set[SealedLink] = set()
         self._server = _Server(self._handle, access_log=None, lingering_time=0)
         self._server.listener = self
@@ -180,19 +187,32 @@ class _WebSocketListener:
         self._address = join_address(bound[0], bound[1])
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
-        if len(self._unauthenticated) >= self._max_unauthenticated:
-            self._refused["too-many-handshakes"] += 1
+        host = _host_of(transport)
+        refusal = self._gate.refuse_host(host)
+        if refusal is None and len(self._unauthenticated) >= self._max_unauthenticated:
+            refusal = "too-many-handshakes"
+        if refusal is not None:
+            self._refused[refusal] += 1
             transport.abort()
             return
+        self._gate.connected(host)
+        self._hosts[handler] = host
         self._unauthenticated[handler] = asyncio.get_running_loop().call_later(
             self._handshake_timeout_s, self._handshake_timed_out, handler, transport
         )
+
+    def connection_lost(self, handler: RequestHandler) -> None:
+        self.authenticated(handler)
+        host = self._hosts.pop(handler, None)
+        if host is not None:
+            self._gate.disconnected(host)
 
     def authenticated(self, handler: RequestHandler) -> None:
         """The connection has a proven identity, or is gone: it no longer counts as a stranger."""
         timer = self._unauthenticated.pop(handler, None)
         if timer is not None:
             timer.cancel()
+            self._gate.proven(self._hosts[handler])
 
     async def aclose(self) -> None:
         if self._socket_server is None:
@@ -205,8 +225,8 @@ class _WebSocketListener:
         await self._server.shutdown(CLOSE_TIMEOUT_S)
 
     def _handshake_timed_out(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
-        self._unauthenticated.pop(handler, None)
         self._refused[str(LinkRefusal.HANDSHAKE_TIMEOUT)] += 1
+        self.authenticated(handler)
         transport.abort()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -221,15 +241,22 @@ class _WebSocketListener:
         channel = _WebSocketChannel(
             request.transport, join_address(remote[0], remote[1]) if remote else "unknown", request.protocol
         )
+        host = self._hosts.get(request.protocol, "")
         try:
-            link = await respond(channel, self._identity, self._refused, version=self._version)
+            link = await respond(channel, self._credentials)
         except FusionError as error:
+            self._gate.report_failure(None, host, error)
             # A version mismatch concerns the operator; the rest is what strangers do to any open port.
             log = _log.warning if isinstance(error, ProtocolVersionMismatch) else _log.debug
             log("handshake refused", remote=channel.remote_address, error=type(error).__name__, why=str(error))
             await channel.aclose()
             return ws
         self.authenticated(request.protocol)
+        refusal = self._gate.refuse_peer(link.peer, host)
+        if refusal is not None:
+            self._refused[refusal] += 1
+            await link.aclose()
+            return ws
         self._links.add(link)
         try:
             await self._on_link(link)
@@ -264,7 +291,7 @@ class _WebSocketChannel(asyncio.BufferedProtocol):
         self._is_client = session is not None
         self._decoder = Decoder(expect_masked=not self._is_client, max_message_bytes=MAX_SEGMENT_BYTES)
         self._receiver: ChannelReceiver | None = None
-        self._room = Room()
+        self._is_full = False
         self._paused = False
         self._closed = False
         self._lost = asyncio.Event()
@@ -280,16 +307,20 @@ class _WebSocketChannel(asyncio.BufferedProtocol):
     def remote_address(self) -> str:
         return self._remote_address
 
+    @property
+    def path(self) -> PathKind:
+        return PathKind.DIRECT
+
     def set_receiver(self, receiver: ChannelReceiver) -> None:
         self._receiver = receiver
         if self._closed:
             receiver.channel_closed(self._closed_error())
 
-    def write(self, data: bytes) -> Awaitable[None] | None:
+    def write(self, data: bytes) -> bool:
         if self._closed:
             raise self._closed_error()
         self._transport.write(encode(BINARY, data, masked=self._is_client))
-        return None if self._room.is_set() else self._room
+        return not self._is_full
 
     def pause_reading(self) -> None:
         if not self._paused:
@@ -310,7 +341,6 @@ class _WebSocketChannel(asyncio.BufferedProtocol):
         if not self._closed:
             self._transport.write(encode(Opcode.CLOSE, _CLOSE_NORMALLY, masked=self._is_client))
             self._closed = True
-            self._room.set()
             self._paused = False
             self._transport.resume_reading()
             with contextlib.suppress(TimeoutError):
@@ -333,10 +363,12 @@ class _WebSocketChannel(asyncio.BufferedProtocol):
         self._deliver()
 
     def pause_writing(self) -> None:
-        self._room.clear()
+        self._is_full = True
 
     def resume_writing(self) -> None:
-        self._room.set()
+        self._is_full = False
+        if self._receiver is not None and not self._closed:
+            self._receiver.channel_writable()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._end(self._closed_error())
@@ -360,7 +392,7 @@ class _WebSocketChannel(asyncio.BufferedProtocol):
 
     def _control(self, opcode: Opcode, data: memoryview) -> None:
         # A peer that pings and does not read the pongs gets no more of them.
-        if opcode is Opcode.PING and not self._closed and self._room.is_set():
+        if opcode is Opcode.PING and not self._closed and not self._is_full:
             self._transport.write(encode(Opcode.PONG, data, masked=self._is_client))
         elif opcode is Opcode.CLOSE:
             if not self._closed:
@@ -371,7 +403,6 @@ class _WebSocketChannel(asyncio.BufferedProtocol):
     def _end(self, error: PeerError) -> None:
         if not self._closed:
             self._closed = True
-            self._room.set()
             if self._receiver is not None:
                 self._receiver.channel_closed(error)
 
@@ -400,6 +431,11 @@ async def _upgrade(session: aiohttp.ClientSession, host: str, port: int, address
     return _WebSocketChannel(connection.transport, address, connection.protocol, session, response)
 
 
+def _host_of(transport: asyncio.BaseTransport) -> str:
+    remote = transport.get_extra_info("peername")
+    return str(remote[0]) if remote else ""
+
+
 def split_address(address: str) -> tuple[str, int]:
     """Reads ``host:port``, with the host of IPv6 in brackets.
 
@@ -423,7 +459,8 @@ def _translate_dial(error: BaseException, who: str, address: str, timeout_s: flo
         case TimeoutError():
             return PeerUnreachable(who, f"{address} did not answer within {timeout_s:g} s")
         case aiohttp.ClientError() | OSError() | ValueError():
-            return PeerUnreachable(who, f"cannot connect to {address}: {_reason(error)}")
+            is_refused = isinstance(error, OSError) and error.errno == errno.ECONNREFUSED
+            return PeerUnreachable(who, f"cannot connect to {address}: {_reason(error)}", is_refused=is_refused)
         case _:
             return error
 
