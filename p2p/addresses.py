@@ -13,11 +13,10 @@ import re
 import socket
 from dataclasses import dataclass
 
-import psutil
-
 from fusion_node.errors import AddressInUse, ConfigError
 from fusion_node.types import PeerId
 from p2p.identity import public_key_of
+from p2p.interfaces import dialable_hosts as dialable_hosts
 
 MAX_ADDRESS_CHARACTERS = 256
 """The limit of AddressText in records; a DNS name has at most 253."""
@@ -159,35 +158,6 @@ def is_loopback(host: str) -> bool:
     """Whether only this machine can dial that host."""
     ip = _as_ip(host)
     return ip is not None and ip.is_loopback
-
-
-def dialable_hosts(host: str) -> list[str]:
-    """The hosts under which a listener on ``host`` can be dialled, best first.
-
-    0.0.0.0 is nobody's address, yet libp2p would advertise it as it stands. It becomes the machine's own addresses;
-    loopback only when there is no other, because on another machine it would lead to that machine itself.
-    """
-    ip = _as_ip(host)
-    if ip is None or not ip.is_unspecified:
-        return [host]
-    found = [own for own in _own_addresses() if own.version == ip.version]
-    outside = [own for own in found if not own.is_loopback]
-    # A public address helps everybody, a private one only the neighbours.
-    return [str(own) for own in sorted(outside or found, key=lambda own: (not own.is_global, str(own)))]
-
-
-def _own_addresses() -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    up = {name for name, stats in psutil.net_if_stats().items() if stats.isup}
-    texts = [
-        address.address
-        for name, addresses in psutil.net_if_addrs().items()
-        if name in up
-        for address in addresses
-        if address.family in (socket.AF_INET, socket.AF_INET6)
-    ]
-    ips = [_as_ip(text) for text in texts]
-    # Link-local IPv6 addresses need a zone, which means something on this machine only.
-    return [ip for ip in ips if ip is not None and not ip.is_link_local]
 
 
 def _as_ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
