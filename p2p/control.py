@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias
 from fusion_node.errors import FusionError
 from fusion_node.types import PeerId
 from p2p.addresses import PeerAddress
+from p2p.swarm_key import SwarmKey
 
 
 class ControlPlaneDown(FusionError):
@@ -32,8 +33,8 @@ class HostConfig:
     """Whether to store and answer for others in the DHT."""
     protocols: Mapping[str, int]
     """Ids of the one-request-one-answer protocols that are answered, with the largest request of each in bytes."""
-    swarm_key: bytes | None = field(default=None, repr=False)
-    """32 bytes; who does not have them gets no connection. None for the public swarm."""
+    swarm_key: SwarmKey | None = field(default=None, repr=False)
+    """Who does not have it gets no connection. None for the public swarm."""
 
 
 Answer: TypeAlias = Callable[[bytes | None], None]

@@ -45,6 +45,7 @@ from p2p.invite import Invite, parse_bootstrap
 from p2p.mdns import LanDiscovery
 from p2p.record_exchange import MAX_ANSWER_BYTES, MAX_RECORDS, MAX_REQUEST_BYTES, PROTOCOL_ID, RecordExchange
 from p2p.records import NodeRecord, RecordTable, Refusal, open_record
+from p2p.swarm_key import SwarmKey
 
 HEARTBEAT_S = 20.0
 """A third of a record's life: two may be lost. A peer that does not answer one is disconnected, because the library
@@ -195,7 +196,7 @@ class Discovery:
 
     Args:
         protocols: further requests that are answered here; see also ``add_protocol``.
-        swarm_key: 32 bytes that every member of a private swarm has; None for the public swarm.
+        swarm_key: what every member of a private swarm has; None for the public swarm.
 
     Attributes:
         on_peer_met: each is called in the event loop when a peer has answered or asked for the first time on the
@@ -211,7 +212,7 @@ class Discovery:
         config: DiscoveryConfig,
         *,
         protocols: Sequence[RequestProtocol] = (),
-        swarm_key: bytes | None = None,
+        swarm_key: SwarmKey | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._protocols = {protocol.id: protocol for protocol in protocols}

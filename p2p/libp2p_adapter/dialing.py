@@ -72,9 +72,15 @@ class Dialer:
             if len(self._unreachable_until) > MAX_REMEMBERED:
                 self._unreachable_until.clear()
             self._unreachable_until[their_id] = trio.current_time() + UNREACHABLE_S
-            raise SwarmException(f"none of its {len(addresses)} addresses answers")
+            raise SwarmException(f"none of its {len(addresses)} addresses answers{self._why_not()}")
         self._unreachable_until.pop(their_id, None)
         self._host.get_peerstore().add_addrs(their_id, list(addresses), 3600)
+
+    def _why_not(self) -> str:
+        # Who has another key is told nothing, so nobody can say more than this.
+        if self._swarm.psk is None:
+            return ": it belongs to a private swarm, whose key is needed, or is not there"
+        return ": it belongs to another swarm than the one of this key, or is not there"
 
     async def _dial_staggered(self, their_id: ID, addresses: Sequence[multiaddr.Multiaddr]) -> None:
         with trio.move_on_after(DIAL_TIMEOUT_S + DIAL_STAGGER_S * len(addresses)):

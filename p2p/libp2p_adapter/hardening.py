@@ -12,6 +12,7 @@ import libp2p.kad_dht.kad_dht as kad_dht
 import libp2p.kad_dht.peer_routing as kad_peer_routing
 import libp2p.kad_dht.provider_store as kad_provider_store
 import libp2p.kad_dht.value_store as kad_value_store
+import libp2p.network.swarm as libp2p_swarm
 import libp2p.protocol_muxer.multiselect_communicator as multiselect_communicator
 import multiaddr
 from libp2p import new_host
@@ -33,6 +34,7 @@ from p2p.addresses import dialable_hosts
 from p2p.control import HostConfig
 from p2p.libp2p_adapter.dialing import DIAL_TIMEOUT_S
 from p2p.libp2p_adapter.multiaddrs import parts_of, tcp
+from p2p.libp2p_adapter.private_network import protected
 
 KAD_PROTOCOL = TProtocol("/fusion/kad/1.0.0")
 MAX_MULTISTREAM_BYTES = 64 * 1024
@@ -93,6 +95,7 @@ _rebind("QUERY_TIMEOUT", DHT_QUERY_TIMEOUT_S, kad_dht, kad_peer_routing, kad_pro
 _rebind("MAX_VALUE_STORE_SIZE", MAX_DHT_VALUES, kad_value_store)
 _rebind("BUCKET_SIZE", MAX_PROVIDERS_PER_KEY, kad_provider_store)
 _rebind("PROVIDER_RECORD_EXPIRATION_INTERVAL", PROVIDER_TTL_S, kad_provider_store)
+_rebind("new_protected_conn", protected, libp2p_swarm)  # traps 21 to 24
 
 
 def make_host(config: HostConfig, listen: list[multiaddr.Multiaddr]) -> Any:
@@ -114,8 +117,8 @@ def make_host(config: HostConfig, listen: list[multiaddr.Multiaddr]) -> Any:
         sec_opt={TProtocol(NOISE_ID): NoiseTransport(key_pair, noise_privkey=create_new_x25519_key_pair().private_key)},
         muxer_opt={TProtocol(YAMUX_ID): Yamux},
         enable_quic=False,
+        psk=None if config.swarm_key is None else config.swarm_key.pnet_psk.hex(),
         resource_manager=resources,
-        psk=None if config.swarm_key is None else config.swarm_key.hex(),
         connection_config=ConnectionConfig(
             min_connections=0,
             low_watermark=0,

@@ -24,6 +24,7 @@ from p2p.libp2p_adapter.node import Libp2pNode
 from p2p.libp2p_adapter.requests import MAX_REQUESTS_AT_ONCE, REQUEST_TIMEOUT_S
 from p2p.record_exchange import MAX_ANSWER_BYTES, PROTOCOL_ID, ExchangeRequest
 from p2p.records import NodeRecord, Refusal, ShardRecord, sign_record
+from p2p.swarm_key import SwarmKey
 
 pytestmark = pytest.mark.live
 
@@ -234,7 +235,7 @@ async def test_record_with_forbidden_dates_is_refused_and_counted(start: Start) 
         Refusal.WRONG_KEY: Peer(liar.discovery, Identity.generate()).record(signer=liar.identity),
     }
     for refusal, envelope in lies.items():
-        request = msgspec.msgpack.encode(ExchangeRequest(1, (envelope,), None, 0))
+        request = msgspec.msgpack.encode(ExchangeRequest(2, (envelope,), None, 0))
         await liar.discovery._bridge.call(
             lambda host, r=request: host.request(node.id, PROTOCOL_ID, r, limit_bytes=MAX_ANSWER_BYTES)
         )
@@ -249,7 +250,7 @@ async def test_malformed_request_is_refused_without_harm(start: Start) -> None:
     node = await start()
     other = await start(node.discovery.addresses[0])
     await other.discovery.wait_for_peer(LIMIT_S)
-    for request in (b"", b"\xff" * 100, msgspec.msgpack.encode([1, [b"x" * 20_000], None, 0]), b"\x00" * 200_000):
+    for request in (b"", b"\xff" * 100, msgspec.msgpack.encode([2, [b"x" * 20_000], None, 0]), b"\x00" * 200_000):
         with pytest.raises(PeerError):
             await other.discovery._bridge.call(
                 lambda host, r=request: host.request(node.id, PROTOCOL_ID, r, limit_bytes=1000)
@@ -318,10 +319,10 @@ async def test_further_protocol_is_answered_and_refused_by_its_owner(start: Star
 
 
 async def test_only_who_has_the_swarm_key_is_met(start: Start) -> None:
-    node = await start(swarm_key=b"k" * 32)
-    member = await start(node.discovery.addresses[0], swarm_key=b"k" * 32, serve=False)
+    node = await start(swarm_key=SwarmKey(b"k" * 32))
+    member = await start(node.discovery.addresses[0], swarm_key=SwarmKey(b"k" * 32), serve=False)
     await member.discovery.wait_for_peer(LIMIT_S)
-    for key in (None, b"x" * 32):
+    for key in (None, SwarmKey(b"x" * 32)):
         stranger = await start(node.discovery.addresses[0], swarm_key=key, serve=False)
         with pytest.raises(NoPeers):
             await stranger.discovery.wait_for_peer(1.0)
