@@ -123,6 +123,33 @@ class StatusReply(Message, frozen=True, array_like=True, tag="status"):
     counters: Annotated[dict[Annotated[str, msgspec.Meta(max_length=64)], float], msgspec.Meta(max_length=128)]
 
 
+MAX_PROBE_PAYLOAD_BYTES = 64 * 1024
+"""Of one of the frames whose arrival is timed."""
+
+
+class BandwidthProbe(Message, frozen=True, array_like=True, tag="probe"):
+    """A frame of a measurement of bandwidth, with a payload that means nothing.
+
+    User to node: ``count`` frames of one ``number``, ``index`` from 0; the last one is answered by a BandwidthReport.
+    With ``reply_bytes`` it is one frame without a payload, and the node sends frames of that number back, which have
+    about so many bytes together and are timed by the user. What a node does not want to do is answered by a report.
+    """
+
+    number: U32
+    index: U32
+    count: U32
+    reply_bytes: U32 = 0
+
+
+class BandwidthReport(Message, frozen=True, array_like=True, tag="probed"):
+    """Node to user: so many payload bytes came in so many seconds after the first frame; or ``problem``, why not."""
+
+    number: U32
+    num_bytes: U32
+    seconds: Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
+    problem: Annotated[str, msgspec.Meta(max_length=128)] = ""
+
+
 class OpenSession(Message, frozen=True, array_like=True, tag="open"):
     """User to every stage: reserve KV for this plan. ``stage`` is the receiver's place in it.
 
@@ -246,6 +273,8 @@ AnyMessage: TypeAlias = (
     | Pong
     | StatusRequest
     | StatusReply
+    | BandwidthProbe
+    | BandwidthReport
     | OpenSession
     | SessionOpened
     | SessionRefused
@@ -293,6 +322,9 @@ def decode_message(frame: bytes | bytearray | memoryview) -> Frame:
         raise WireError(f"not a valid message: {type(error).__name__}") from error
     if isinstance(message, _WITH_TENSOR):
         _check_tensor(message, payload)
+    elif isinstance(message, BandwidthProbe):
+        if len(payload) > MAX_PROBE_PAYLOAD_BYTES:
+            raise WireError("a probe with a payload that is too large")
     elif payload:
         raise WireError("a payload where none belongs")
     elif isinstance(message, StatusReply) and not all(map(math.isfinite, message.counters.values())):
@@ -346,9 +378,12 @@ __all__ = [
     "MAX_HEADER_BYTES",
     "MAX_NODES_PER_STEP",
     "MAX_PAYLOAD_BYTES",
+    "MAX_PROBE_PAYLOAD_BYTES",
     "RETAIN_S",
     "ZSTD",
     "AnyMessage",
+    "BandwidthProbe",
+    "BandwidthReport",
     "CloseSession",
     "Frame",
     "Goodbye",

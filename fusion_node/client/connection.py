@@ -18,12 +18,15 @@ import structlog
 
 from fusion_node.errors import FusionError, NoPeers, PeerError, PeerTimeout, RemoteProtocolError
 from fusion_node.types import ModelId, PeerId
+from p2p.bandwidth import BandwidthMeter
 from p2p.discovery import Discovery, DiscoveryConfig, DiscoveryService
 from p2p.identity import Identity, short
 from p2p.links import LinkPool
 from p2p.local_nodes import running
 from p2p.messages import (
     AnyMessage,
+    BandwidthProbe,
+    BandwidthReport,
     SessionClosed,
     SessionFailed,
     SessionOpened,
@@ -104,6 +107,7 @@ class SwarmConnection:
             on_frame=self._on_frame,
             on_closed=self._on_closed,
         )
+        self.bandwidth = BandwidthMeter(self.links)
         self._sessions: dict[bytes, tuple[SessionHandler, LostHandler]] = {}
         self._status: dict[int, tuple[PeerId, asyncio.Future[StatusReply]]] = {}
         self._request_numbers = itertools.count(1)
@@ -199,10 +203,13 @@ class SwarmConnection:
                 asked, future = self._status.get(message.request, (None, None))
                 if asked == peer and future is not None and not future.done():
                     future.set_result(message)
+            case BandwidthProbe() | BandwidthReport():
+                self.bandwidth.receive(peer, message, len(payload))
             case _:
                 raise RemoteProtocolError(peer, f"{short(peer)} sent {type(message).__name__} to a user")
 
     def _on_closed(self, peer: PeerId, error: FusionError) -> None:
+        self.bandwidth.forget(peer)
         for _, on_lost in list(self._sessions.values()):
             on_lost(peer, error)
         for asked, future in list(self._status.values()):

@@ -25,11 +25,14 @@ from fusion_node.engine.shard_engine import PlannedBatch, ShardEngine
 from fusion_node.engine.tensor_codec import RowsNotFinite, StepTensors, decode_rows
 from fusion_node.errors import FusionError, PeerError, RemoteProtocolError, ResourceExhausted
 from fusion_node.types import MonotonicS, PeerId, UnixS
+from p2p.bandwidth import BandwidthMeter
 from p2p.identity import short
 from p2p.links import LinkPool
 from p2p.messages import (
     PEER_LOST,
     AnyMessage,
+    BandwidthProbe,
+    BandwidthReport,
     CloseSession,
     OpenSession,
     SessionClosed,
@@ -143,11 +146,13 @@ class NodeServer:
         self._flights: set[_Flight] = set()
         self._started_at = clock()
         self._pool: LinkPool | None = None
+        self.bandwidth: BandwidthMeter | None = None
         self.counters: Counter[str] = Counter()
 
     def attach(self, pool: LinkPool) -> None:
         """Where to send; the pool and the server need each other, so this comes second."""
         self._pool = pool
+        self.bandwidth = BandwidthMeter(pool, is_busy=lambda: bool(self._flights), clock=self._clock)
 
     # what the link pool tells
 
@@ -171,6 +176,8 @@ class NodeServer:
                     self._send(peer, SessionClosed(session=message.session, epoch=message.epoch))
             case StatusRequest():
                 self._send(peer, StatusReply(message.request, record=self._own_record(), counters=self._counters()))
+            case BandwidthProbe() | BandwidthReport() if self.bandwidth is not None:
+                self.bandwidth.receive(peer, message, len(payload))
             case _:
                 self.counters["unexpected_frames"] += 1
                 raise RemoteProtocolError(peer, f"{short(peer)} sent {type(message).__name__} to a node")
@@ -179,6 +186,8 @@ class NodeServer:
         """A peer is gone: what cannot go on without it ends, and its user is told who is missing."""
         for session in self._admission.touching(peer):
             self._end(session, PEER_LOST, str(error), culprit=peer)
+        if self.bandwidth is not None:
+            self.bandwidth.forget(peer)
 
     # sessions
 

@@ -19,6 +19,8 @@ from fusion_node.types import UnixS
 from p2p.identity import Identity
 from p2p.messages import (
     AnyMessage,
+    BandwidthProbe,
+    BandwidthReport,
     CloseSession,
     Goodbye,
     OpenSession,
@@ -100,6 +102,10 @@ MESSAGES: tuple[tuple[AnyMessage, bytes], ...] = (
     (Pong(1), b""),
     (StatusRequest(2), b""),
     (StatusReply(2, b"record", {"sessions": 1.0}), b""),
+    (BandwidthProbe(5, 1, 8), bytes(range(16))),
+    (BandwidthProbe(6, 0, 1, 262144), b""),
+    (BandwidthReport(5, 229376, 0.25), b""),
+    (BandwidthReport(6, 0, 0.0, "the node is busy"), b""),
     (OpenSession(SESSION, 0, 1, b"plan"), b""),
     (OpenSession(SESSION, 0, 1, b"plan", bytes(range(16, 32)), 48), b""),
     (SessionOpened(SESSION, 0, 1, 30.0), b""),
