@@ -6,38 +6,48 @@ from collections.abc import Sequence
 
 import torch
 
-from fusion_node.engine.numerics import WIRE_DTYPES
-from p2p.messages import TensorMeta
-
-
-class RowsNotFinite(ValueError):
-    """A row holds NaN or infinity. Which value, the message does not say."""
+from fusion_node.engine.numerics import WIRE_DTYPES, round_to
+from p2p import tensor_wire
+from p2p.messages import INT8, TensorMeta
+from p2p.tensor_wire import RowsNotFinite
 
 
 def encode_rows(rows_TD: torch.Tensor, wire_dtype: str) -> tuple[TensorMeta, memoryview]:
     """Encodes rows; the bytes share memory with the tensor when no conversion is needed.
 
+    Lossless encodings are made by torch, on the device of the rows and ten times as fast as by p2p.tensor_wire, which
+    makes the same bytes and defines them.
+
     Raises:
         RowsNotFinite: a receiver would blame the sender for it.
     """
+    meta = TensorMeta(wire_dtype, rows_TD.shape[0], rows_TD.shape[1])
+    if wire_dtype == INT8:
+        return meta, tensor_wire.encode(rows_TD.detach().to(device="cpu", dtype=torch.float32).numpy(), INT8).data
     rows = rows_TD.detach().to(device="cpu", dtype=WIRE_DTYPES[wire_dtype]).contiguous()
     if not _all_finite(rows):
         raise RowsNotFinite(f"a row became NaN, or larger than {wire_dtype} can hold")
-    meta = TensorMeta(wire_dtype, rows.shape[0], rows.shape[1])
     # numpy has no bfloat16, so the bytes are taken through an integer view.
     return meta, rows.view(torch.uint8).numpy().reshape(-1).data
 
 
-def decode_rows(meta: TensorMeta, payload: memoryview) -> torch.Tensor:
+def decode_rows(meta: TensorMeta, payload: memoryview, *, as_dtype: str = "f32") -> torch.Tensor:
     """Decodes rows whose length was checked against ``meta`` (p2p.messages.decode_message does).
+
+    Args:
+        as_dtype: the lossless encoding of the session's numerics class: what is int8 is rounded to it.
 
     Returns:
         ``[T, D]`` on the CPU, a copy that may be written to.
 
     Raises:
         RowsNotFinite: when a value is NaN or infinite.
+        WireError: when the payload is compressed and does not decompress to what ``meta`` says, or is not canonical.
     """
-    flat = torch.frombuffer(bytearray(payload), dtype=WIRE_DTYPES[meta.dtype])
+    plain = bytearray(payload) if not meta.codec else tensor_wire.decompress(payload, meta)
+    if meta.dtype == INT8:
+        return round_to(torch.from_numpy(tensor_wire.decode(meta, plain)), WIRE_DTYPES[as_dtype])
+    flat = torch.frombuffer(plain, dtype=WIRE_DTYPES[meta.dtype])
     rows = flat.view(meta.num_rows, meta.row_size)
     if not _all_finite(rows):
         raise RowsNotFinite("a row holds NaN or infinity")
@@ -54,7 +64,7 @@ class StepTensors:
         rows_TD: as decoded.
         live: indices of the rows that are not dead.
         returned: indices into the live rows of those that go out; None for all rows, dead ones as zeros.
-        wire_dtype: encoding of what goes out.
+        wire_dtype: encoding of what goes out, in each of which zeros are zero bytes.
     """
 
     def __init__(
@@ -63,8 +73,8 @@ class StepTensors:
         self._rows_TD = rows_TD if len(live) == len(rows_TD) else rows_TD[list(live)]
         num_out, places = (len(rows_TD), live) if returned is None else (len(returned), range(len(returned)))
         self.meta = TensorMeta(wire_dtype, num_out, rows_TD.shape[1])
-        self._row_bytes = WIRE_DTYPES[wire_dtype].itemsize * rows_TD.shape[1]
-        self._out = bytearray(num_out * self._row_bytes)
+        self._out = bytearray(self.meta.num_bytes)
+        self._row_bytes = len(self._out) // num_out if num_out else 0
         self._place = dict(zip(range(len(live)) if returned is None else returned, places, strict=True))
         """Where a live row goes in what goes out."""
         self._num_kept = 0
@@ -113,3 +123,6 @@ def _all_finite(rows: torch.Tensor) -> bool:
         return True
     least, most = rows.aminmax()
     return bool(torch.isfinite(least) & torch.isfinite(most))
+
+
+__all__ = ["RowsNotFinite", "StepTensors", "decode_rows", "encode_rows"]
