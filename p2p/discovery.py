@@ -314,7 +314,7 @@ class Discovery:
         self._spawn(self._beat())
         self._spawn(self._publish_when_wanted())
         if self._config.mdns and not (self._listen and all(is_loopback(host) for host, _ in self._listen)):
-            self._lan = LanDiscovery(self._identity.peer_id, self._own_addresses(), self._found_on_lan)
+            self._lan = LanDiscovery(self._identity.peer_id, self._own_addresses(), self._found_on_lan, self._swarm_key)
             self._spawn(self._lan.run())
 
     async def wait_for_peer(self, timeout_s: float) -> None:

@@ -3,6 +3,10 @@
 Service type ``_p2p-fusion._udp.local.``, the specification's form for a private network; a random instance name; one
 TXT attribute ``dnsaddr…=MULTIADDR`` per address. What is found is a hint to dial: the peer proves its key there.
 
+The members of a swarm with a key (p2p.swarm_key) use a service type that is derived from it, and encrypt the
+attributes. A stranger on the same network sees a service of unknown kind at an address and a port; that two such belong
+together he sees too.
+
 zeroconf's own asyncio interface is used instead of libp2p's mDNS, which blocks zeroconf's thread for up to 22 s per
 answer, advertises 0.0.0.0, and keeps its subscribers in a global of the process.
 """
@@ -10,15 +14,20 @@ answer, advertises 0.0.0.0, and keeps its subscribers in a global of the process
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import secrets
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 from fusion_node.errors import ConfigError
 from fusion_node.types import PeerId
 from p2p.addresses import PeerAddress, is_loopback
+from p2p.swarm_key import SwarmKey
 
 if TYPE_CHECKING:
     from zeroconf import ServiceStateChange, Zeroconf
@@ -30,11 +39,68 @@ RESOLVE_TIMEOUT_MS = 3000
 log = logging.getLogger(__name__)
 
 
+class Words(Protocol):
+    """How what is advertised is named and written."""
+
+    @property
+    def service_type(self) -> str: ...
+
+    def write(self, addresses: Sequence[PeerAddress]) -> dict[str, str | bytes]:
+        """TXT attributes, each of at most 255 bytes with its key."""
+        ...
+
+    def read(self, properties: Mapping[bytes, bytes | None]) -> list[PeerAddress]:
+        """The addresses among TXT attributes; whatever else stands there is left out."""
+        ...
+
+
+class PublicWords:
+    """The form of libp2p's specification."""
+
+    service_type = SERVICE_TYPE
+
+    def write(self, addresses: Sequence[PeerAddress]) -> dict[str, str | bytes]:
+        return {f"dnsaddr{number or ''}": str(address) for number, address in enumerate(addresses)}
+
+    def read(self, properties: Mapping[bytes, bytes | None]) -> list[PeerAddress]:
+        return _parsed(properties, b"dnsaddr", lambda value: value)
+
+
+class PrivateWords:
+    """Attributes ``a0``, ``a1``, … of 12 random bytes and the address, sealed with ChaCha20-Poly1305."""
+
+    def __init__(self, key: SwarmKey) -> None:
+        self.service_type = f"_p{key.lan_name}._udp.local."
+        self._aead = ChaCha20Poly1305(key.lan_key)
+
+    def write(self, addresses: Sequence[PeerAddress]) -> dict[str, str | bytes]:
+        return {f"a{number}": self._seal(str(address).encode()) for number, address in enumerate(addresses)}
+
+    def read(self, properties: Mapping[bytes, bytes | None]) -> list[PeerAddress]:
+        return _parsed(properties, b"a", lambda value: self._aead.decrypt(value[:12], value[12:], None))
+
+    def _seal(self, text: bytes) -> bytes:
+        nonce = secrets.token_bytes(12)
+        return nonce + self._aead.encrypt(nonce, text, None)
+
+
+def _parsed(
+    properties: Mapping[bytes, bytes | None], prefix: bytes, opened: Callable[[bytes], bytes]
+) -> list[PeerAddress]:
+    found = []
+    for key, value in list(properties.items())[: 2 * MAX_ADDRESSES]:
+        if value is not None and key.startswith(prefix):
+            with contextlib.suppress(ConfigError, ValueError, InvalidTag):
+                found.append(PeerAddress.parse(opened(value).decode()))
+    return found
+
+
 class LanDiscovery:
     """Advertises this peer and reports others, until cancelled.
 
     Args:
         on_found: called in the event loop, more than once for one peer.
+        swarm_key: of the swarm whose members are looked for; None for the public one.
     """
 
     def __init__(
@@ -42,18 +108,24 @@ class LanDiscovery:
         peer: PeerId,
         addresses: Sequence[PeerAddress],
         on_found: Callable[[PeerId, Sequence[PeerAddress]], None],
+        swarm_key: SwarmKey | None = None,
     ) -> None:
         self._peer = peer
-        # A name needs unicast DNS, and loopback leads every other machine to itself.
-        self._addresses = [a for a in addresses if a.kind in ("ip4", "ip6") and not is_loopback(a.host)][:MAX_ADDRESSES]
+        # A name needs unicast DNS, loopback leads every other machine to itself, and who is on this network needs no
+        # relay.
+        self._addresses = [
+            a for a in addresses if a.kind in ("ip4", "ip6") and a.via is None and not is_loopback(a.host)
+        ][:MAX_ADDRESSES]
         self._on_found = on_found
+        self._words: Words = PublicWords() if swarm_key is None else PrivateWords(swarm_key)
         self._resolving: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
         """Runs until cancelled. Where multicast is impossible it logs that and returns."""
         from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
-        name = f"{secrets.token_hex(16)}.{SERVICE_TYPE}"
+        service_type = self._words.service_type
+        name = f"{secrets.token_hex(16)}.{service_type}"
 
         def changed(zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
             if state_change.name != "Removed":
@@ -69,15 +141,15 @@ class LanDiscovery:
         try:
             if self._addresses:
                 info = AsyncServiceInfo(
-                    SERVICE_TYPE,
+                    service_type,
                     name,
                     port=self._addresses[0].port,
-                    properties={f"dnsaddr{i or ''}": str(address) for i, address in enumerate(self._addresses)},
+                    properties=self._words.write(self._addresses),
                     server=f"{name.partition('.')[0]}.local.",
                     addresses=[ipaddress.ip_address(address.host).packed for address in self._addresses],
                 )
                 await zeroconf.async_register_service(info)
-            browser = AsyncServiceBrowser(zeroconf.zeroconf, SERVICE_TYPE, handlers=[changed])
+            browser = AsyncServiceBrowser(zeroconf.zeroconf, service_type, handlers=[changed])
             try:
                 await asyncio.Event().wait()
             finally:
@@ -92,17 +164,11 @@ class LanDiscovery:
     async def _resolve(self, zeroconf: Zeroconf, name: str) -> None:
         from zeroconf.asyncio import AsyncServiceInfo
 
-        info = AsyncServiceInfo(SERVICE_TYPE, name)
+        info = AsyncServiceInfo(self._words.service_type, name)
         if not await info.async_request(zeroconf, RESOLVE_TIMEOUT_MS):
             return
         by_peer: dict[PeerId, list[PeerAddress]] = {}
-        for key, value in list(info.properties.items())[: 2 * MAX_ADDRESSES]:
-            if not key.startswith(b"dnsaddr") or value is None:
-                continue
-            try:
-                address = PeerAddress.parse(value.decode())
-            except (ConfigError, UnicodeDecodeError):
-                continue
+        for address in self._words.read(info.properties):
             by_peer.setdefault(address.peer, []).append(address)
         for peer, addresses in by_peer.items():
             if peer != self._peer:

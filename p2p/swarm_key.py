@@ -117,6 +117,11 @@ class SwarmKey:
         return self._derive("mdns-service", 6).hex()
 
     @property
+    def lan_key(self) -> bytes:
+        """32 bytes to encrypt what stands there."""
+        return self._derive("mdns-text", 32)
+
+    @property
     def http_path(self) -> str:
         """The path at which a listener answers HTTP. In the clear, so it keeps out who guesses, not who listens."""
         return f"/{self._derive('http-path', 16).hex()}"

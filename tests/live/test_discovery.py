@@ -441,9 +441,10 @@ async def test_cancelled_call_is_cancelled_in_the_thread(start: Start) -> None:
 
 
 @pytest.mark.skipif(all(map(is_loopback, dialable_hosts("0.0.0.0"))), reason="no network but loopback")  # noqa: S104
-async def test_peers_on_one_network_find_one_another_by_mdns() -> None:
-    node = Discovery(Identity.generate(), DiscoveryConfig(("0.0.0.0:0",), (), mdns=True, serve=True))
-    user = Discovery(Identity.generate(), DiscoveryConfig((), (), mdns=True, serve=False))
+@pytest.mark.parametrize("key", [None, SwarmKey(b"k" * 32)], ids=["public", "private"])
+async def test_peers_on_one_network_find_one_another_by_mdns(key: SwarmKey | None) -> None:
+    node = Discovery(Identity.generate(), DiscoveryConfig(("0.0.0.0:0",), (), mdns=True, serve=True), swarm_key=key)
+    user = Discovery(Identity.generate(), DiscoveryConfig((), (), mdns=True, serve=False), swarm_key=key)
     await node.start()
     try:
         assert await _advertises_only_what_others_can_dial(node)
