@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias
 from fusion_node.errors import FusionError
 from fusion_node.types import PeerId
 from p2p.addresses import PeerAddress
+from p2p.reachability_verdict import Observation, Outcome
 from p2p.swarm_key import SwarmKey
 
 
@@ -51,6 +52,23 @@ class HostHooks:
     """Protocol id, who asks, and what."""
     on_connection: Callable[[PeerId, bool], None]
     """A peer's first connection has opened (True), or its last one has closed (False)."""
+    on_reached: Callable[[bytes, str], None] = lambda nonce, local_host: None
+    """Somebody has brought 16 bytes to the listener, at this address of the machine. Nothing is known of who."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionEnds:
+    """Both ends of a direct TCP connection with a peer, as this machine sees them. IPv4 addresses are written as such.
+
+    Attributes:
+        is_outgoing: this side has dialled, so that ``remote`` is where the peer listens.
+    """
+
+    local_host: str
+    local_port: int
+    remote_host: str
+    remote_port: int
+    is_outgoing: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +94,18 @@ class ControlNode(Protocol):
         ...
 
     async def disconnect(self, peer: PeerId) -> None: ...
+
+    async def ends_of(self, peer: PeerId) -> list[ConnectionEnds]:
+        """The direct connections with a peer; empty when there are none, or only relayed ones."""
+        ...
+
+    async def bring_nonce(self, host: str, port: int, nonce: bytes) -> Outcome:
+        """Leaves 16 bytes at the control plane's listener there, on a fresh connection; never raises for a peer."""
+        ...
+
+    async def probe(self, host: str, port: int, source: tuple[str, int]) -> Observation | None:
+        """How the listener there sees a connection that comes from this host and port; None when it fails."""
+        ...
 
     async def request(self, peer: PeerId, protocol: str, request: bytes, *, limit_bytes: int) -> bytes:
         """Sends one request to a connected peer, and returns its answer of at most ``limit_bytes``."""

@@ -11,12 +11,14 @@ from libp2p.peer.id import ID
 
 from fusion_node.types import PeerId
 from p2p.addresses import PeerAddress
-from p2p.control import FoundPeer, HostConfig, HostHooks
+from p2p.control import ConnectionEnds, FoundPeer, HostConfig, HostHooks
 from p2p.libp2p_adapter.dialing import Dialer
 from p2p.libp2p_adapter.kademlia import Dht
 from p2p.libp2p_adapter.messages import translated
 from p2p.libp2p_adapter.multiaddrs import multiaddr_of, parts_of
+from p2p.libp2p_adapter.reached import bring_nonce, ends_of_connection, probe
 from p2p.libp2p_adapter.requests import Requests
+from p2p.reachability_verdict import Observation, Outcome
 
 
 class Libp2pNode:
@@ -38,6 +40,16 @@ class Libp2pNode:
     async def disconnect(self, peer: PeerId) -> None:
         with translated(peer), trio.move_on_after(1.0):
             await self._host.disconnect(ID.from_base58(peer))
+
+    async def ends_of(self, peer: PeerId) -> list[ConnectionEnds]:
+        ends = map(ends_of_connection, self._host.get_network().get_connections(ID.from_base58(peer)))
+        return [each for each in ends if each is not None]
+
+    async def bring_nonce(self, host: str, port: int, nonce: bytes) -> Outcome:
+        return await bring_nonce(self._host.get_network(), host, port, nonce)
+
+    async def probe(self, host: str, port: int, source: tuple[str, int]) -> Observation | None:
+        return await probe(self._host.get_network(), host, port, source)
 
     async def request(self, peer: PeerId, protocol: str, request: bytes, *, limit_bytes: int) -> bytes:
         return await self._requests.request(peer, protocol, request, limit_bytes=limit_bytes)

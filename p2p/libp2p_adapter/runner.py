@@ -16,6 +16,7 @@ from p2p.libp2p_adapter.hardening import make_host
 from p2p.libp2p_adapter.kademlia import make_dht
 from p2p.libp2p_adapter.multiaddrs import tcp
 from p2p.libp2p_adapter.node import Connections, Libp2pNode
+from p2p.libp2p_adapter.reached import take_nonces
 
 
 class Libp2pRunner:
@@ -86,6 +87,7 @@ async def _running_node(config: HostConfig, hooks: HostHooks) -> AsyncIterator[L
     listen = [multiaddr.Multiaddr(tcp(host, port)) for host, port in config.listen]
     host = make_host(config, listen)
     host.get_network().register_notifee(Connections(hooks.on_connection))
+    take_nonces(host, hooks.on_reached)
     async with host.run(listen):
         if len(host.get_network().listeners) != len(listen):  # it only logs what it could not bind
             raise AddressInUse("an address to listen on was taken by another program just now: try again")

@@ -20,15 +20,17 @@ from p2p.reachability_core import (
     RECHECK_AFTER_S,
     RETRY_FIRST_S,
     UNSEEN_FOR_S,
+    Ask,
+    ReachabilityCore,
+)
+from p2p.reachability_verdict import (
     Address,
     AddressState,
-    Ask,
     NatClass,
     Observation,
     Outcome,
     Overall,
     Plane,
-    ReachabilityCore,
     Source,
     classify_nat,
 )
