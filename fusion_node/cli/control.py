@@ -42,7 +42,7 @@ def resume(node: Node = None, home: Home = None, as_json: AsJson = False) -> Non
 
 def ask_local_nodes(
     home: Home, command: str, *, node: str | None = None, request: PauseRequest | None = None
-) -> list[Answer]:
+) -> list[Answer[Reply]]:
     """Sends a command to the nodes of a home, or to the one that is named.
 
     Raises:

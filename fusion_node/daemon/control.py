@@ -1,7 +1,8 @@
 """The local control socket: what a node tells its operator on this machine, and takes from them.
 
 HTTP over a Unix domain socket, one per node, ``PEER-ID.sock`` in the home's ``run`` folder: ``GET /state``,
-``POST /pause`` (``{"at_once": true}``) and ``POST /resume``, each answered with a Reply as JSON. The folder has mode
+``POST /pause`` (``{"at_once": true}``) and ``POST /resume``, each answered with a Reply as JSON, and ``GET /network``,
+answered with a NetworkReport (``?measure=1`` measures bandwidth before, which takes some seconds). The folder has mode
 0700 and the socket 0600, so whoever can connect is the node's own user; there is no other access control. A path that
 is too long for a socket (sun_path, unix(7)) is a symbolic link to a short one.
 
@@ -20,15 +21,19 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import aiohttp
 import msgspec
 import structlog
 from aiohttp import web
 
+from fusion_node.daemon.network_report import NetworkReport
+
 MAX_REQUEST_BYTES = 4 * 1024
 MAX_REPLY_BYTES = 16 * 1024
+MAX_REPORT_BYTES = 512 * 1024
+"""A node has at most some hundred links, of about 200 bytes each."""
 MAX_NODES = 32
 """Of one home that are asked."""
 
@@ -38,7 +43,12 @@ MAX_PATH_BYTES = 103
 ASK_TIMEOUT_S = 5.0
 """The event loop of a node never computes: one that is silent for so long is stopped or broken."""
 
+MEASURE_TIMEOUT_S = 120.0
+"""For a report with measurements: a minute for each of two peers on a line of 0.5 Mbit/s."""
+
 _CLOSE_S = 1.0
+
+T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
@@ -118,6 +128,10 @@ class Controllable(Protocol):
         """Serves again."""
         ...
 
+    async def network(self, *, measure: bool) -> NetworkReport | None:
+        """What it knows of its place in the network; None while it starts. ``measure``: and its bandwidth, now."""
+        ...
+
 
 # the node's side
 
@@ -155,11 +169,21 @@ def _application(node: Controllable) -> web.Application:
         node.resume()
         return reply(before)
 
+    async def network(request: web.Request) -> web.Response:
+        report = await node.network(measure=request.query.get("measure") == "1")
+        if report is None:
+            raise web.HTTPServiceUnavailable
+        return as_json(report)
+
     def reply(before: Phase) -> web.Response:
-        return web.Response(body=msgspec.json.encode(Reply(node.state(), before)), content_type="application/json")
+        return as_json(Reply(node.state(), before))
+
+    def as_json(value: msgspec.Struct) -> web.Response:
+        return web.Response(body=msgspec.json.encode(value), content_type="application/json")
 
     application = web.Application(client_max_size=MAX_REQUEST_BYTES)
-    application.add_routes([web.get("/state", state), web.post("/pause", pause), web.post("/resume", resume)])
+    application.add_routes([web.get("/state", state), web.get("/network", network)])
+    application.add_routes([web.post("/pause", pause), web.post("/resume", resume)])
     return application
 
 
@@ -204,7 +228,7 @@ def _make_private(folder: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(Generic[T]):
     """What one node of this machine said.
 
     Attributes:
@@ -213,7 +237,7 @@ class Answer:
     """
 
     peer: str
-    reply: Reply | None
+    reply: T | None
     problem: str = ""
 
 
@@ -224,30 +248,55 @@ def known_peers(folder: Path) -> list[str]:
 
 async def ask_nodes(
     folder: Path, peers: Sequence[str], command: str, request: PauseRequest | None = None
-) -> list[Answer]:
+) -> list[Answer[Reply]]:
     """Sends a command to nodes of this machine, all at once; those that are dead are left out and their files removed.
 
     Args:
         command: ``state``, ``pause`` or ``resume``.
     """
-    answers = await asyncio.gather(*(_ask(folder / f"{peer}.sock", command, request) for peer in peers))
+    asked = _Question("GET" if command == "state" else "POST", command, Reply, MAX_REPLY_BYTES, ASK_TIMEOUT_S, request)
+    return await _ask_each(folder, peers, asked)
+
+
+async def ask_network(folder: Path, peers: Sequence[str], *, measure: bool) -> list[Answer[NetworkReport]]:
+    """What nodes of this machine know of the network, as ``ask_nodes``."""
+    path, timeout_s = ("network?measure=1", MEASURE_TIMEOUT_S) if measure else ("network", ASK_TIMEOUT_S)
+    return await _ask_each(folder, peers, _Question("GET", path, NetworkReport, MAX_REPORT_BYTES, timeout_s))
+
+
+@dataclass(frozen=True, slots=True)
+class _Question(Generic[T]):
+    """One request, and what its answer is."""
+
+    method: str
+    path: str
+    reply: type[T]
+    limit_bytes: int
+    timeout_s: float
+    body: PauseRequest | None = None
+
+
+async def _ask_each(folder: Path, peers: Sequence[str], question: _Question[T]) -> list[Answer[T]]:
+    answers = await asyncio.gather(*(_ask(folder / f"{peer}.sock", question) for peer in peers))
     return [answer for answer in answers if answer is not None]
 
 
-async def _ask(path: Path, command: str, request: PauseRequest | None) -> Answer | None:
+async def _ask(path: Path, question: _Question[T]) -> Answer[T] | None:
     peer = path.stem
     try:
-        body = await _request(_target(path), command, request)
-        return Answer(peer, msgspec.json.decode(body, type=Reply))
+        body = await _request(_target(path), question)
+        return Answer(peer, msgspec.json.decode(body, type=question.reply))
     except msgspec.MsgspecError:
         return Answer(peer, None, "it answers in a way that this version does not know")
     except TimeoutError:
-        return Answer(peer, None, f"it did not answer within {ASK_TIMEOUT_S:.0f} s")
+        return Answer(peer, None, f"it did not answer within {question.timeout_s:.0f} s")
     except aiohttp.ClientConnectorError as error:
         if isinstance(error.os_error, ConnectionRefusedError | FileNotFoundError):
             _remove(path)  # its node was killed
             return None
         return Answer(peer, None, f"its control socket cannot be used: {error.os_error.strerror}")
+    except aiohttp.ClientResponseError as error:
+        return Answer(peer, None, "it is still starting" if error.status == 503 else f"it answered {error.status}")
     except (aiohttp.ClientError, OSError) as error:
         return Answer(peer, None, f"it broke off: {type(error).__name__}")
 
@@ -262,13 +311,13 @@ def _remove(path: Path) -> None:
             each.unlink(missing_ok=True)
 
 
-async def _request(path: Path, command: str, request: PauseRequest | None) -> bytes:
-    limit = aiohttp.ClientTimeout(total=ASK_TIMEOUT_S)
+async def _request(path: Path, question: _Question[T]) -> bytes:
+    limit = aiohttp.ClientTimeout(total=question.timeout_s)
     async with aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path)), timeout=limit) as session:
-        method, data = ("GET", None) if command == "state" else ("POST", msgspec.json.encode(request))
-        async with session.request(method, f"http://node/{command}", data=data) as response:
+        data = None if question.method == "GET" else msgspec.json.encode(question.body)
+        async with session.request(question.method, f"http://node/{question.path}", data=data) as response:
             response.raise_for_status()
             body = bytearray()
-            while chunk := await response.content.read(MAX_REPLY_BYTES + 1 - len(body)):
+            while chunk := await response.content.read(question.limit_bytes + 1 - len(body)):
                 body += chunk
-            return bytes(body) if len(body) <= MAX_REPLY_BYTES else b""
+            return bytes(body) if len(body) <= question.limit_bytes else b""

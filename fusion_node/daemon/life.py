@@ -13,6 +13,7 @@ import psutil
 from fusion_node.daemon.control import NodeState, Phase
 from fusion_node.daemon.manners import MannersShell
 from fusion_node.daemon.manners_core import PauseReason, Standing
+from fusion_node.daemon.network_report import NetworkReport
 
 RATE_WINDOW_S = 10.0
 """Over which the rows per second are told."""
@@ -38,6 +39,12 @@ class Working(Protocol):
     def device_memory_bytes(self) -> int | None:
         """What this process holds on a GPU; None on a CPU."""
         ...
+
+
+class Examining(Protocol):
+    """What tells of the network."""
+
+    async def report(self, *, measure: bool) -> NetworkReport: ...
 
 
 class RowRate:
@@ -76,6 +83,11 @@ class NodeLife:
         self._loaded_percent: int | None = None
         self._working: Working | None = None
         self._rate = RowRate()
+        self._examiner: Examining | None = None
+
+    def in_the_network(self, examiner: Examining) -> None:
+        """The control plane is up; this tells of it from now on."""
+        self._examiner = examiner
 
     def loading(self, layers: str, device: str) -> None:
         """Layers and device are chosen, and the weights are being read."""
@@ -107,6 +119,9 @@ class NodeLife:
 
     def resume(self) -> None:
         self.manners.resume()
+
+    async def network(self, *, measure: bool) -> NetworkReport | None:
+        return None if self._examiner is None else await self._examiner.report(measure=measure)
 
     def state(self) -> NodeState:
         working = self._working

@@ -23,10 +23,12 @@ from fusion_node.daemon.control import (
     PauseRequest,
     Phase,
     Reply,
+    ask_network,
     ask_nodes,
     control_socket,
     known_peers,
 )
+from fusion_node.daemon.network_report import NetworkReport
 from fusion_node.errors import ConfigError
 from p2p.identity import Identity
 
@@ -38,6 +40,21 @@ def run() -> Iterator[Path]:
     """A folder whose path is short enough for sockets, unlike those of tmp_path."""
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
+
+
+def report(peer: str, *, software: str = "test") -> NetworkReport:
+    return NetworkReport(
+        peer=peer,
+        software=software,
+        protocol_version=2,
+        is_node=True,
+        listen=("127.0.0.1:1",),
+        data_listen=(),
+        bootstrap=(),
+        num_peers=0,
+        num_nodes=1,
+        has_swarm_key=False,
+    )
 
 
 class Node:
@@ -59,6 +76,10 @@ class Node:
     def resume(self) -> None:
         self.orders.append("resume")
         self.phase = Phase.READY
+
+    async def network(self, *, measure: bool) -> NetworkReport | None:
+        self.orders.append("measure" if measure else "network")
+        return None if self.phase is Phase.STARTING else report(self.peer)
 
 
 async def test_commands_reach_the_nodes_that_are_named_and_tell_what_changed(run: Path) -> None:
@@ -232,3 +253,13 @@ def test_what_a_command_changed_is_told_in_words(
 ) -> None:
     state = NodeState(PEERS[0], 1, "tiny", after, num_sessions=num_sessions, ends_in_s=7.0 if num_sessions else None)
     assert in_words(command, Reply(state, before)) == words
+
+
+async def test_a_node_tells_of_the_network_when_it_is_in_it(run: Path) -> None:
+    ready, starting = Node(PEERS[0]), Node(PEERS[1], Phase.STARTING)
+    async with control_socket(run, ready.peer, ready), control_socket(run, starting.peer, starting):
+        answers = await ask_network(run, [ready.peer, starting.peer, PEERS[2]], measure=False)
+        assert [answer.reply for answer in answers] == [report(ready.peer), None]
+        assert answers[1].problem == "it is still starting"
+        await ask_network(run, [ready.peer], measure=True)
+    assert ready.orders == ["network", "measure"]
