@@ -26,6 +26,7 @@ from pathlib import Path
 
 import psutil
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 PREFIX = "fnat"
 NETNS_FOLDER = Path("/run/netns")
 _CLONE_NEWNET = 0x40000000
@@ -217,6 +218,18 @@ class Router:
             "-t", "nat", "-A", "PREROUTING", "-i", "wan", "-p", "tcp", "--dport", str(port),
             "-j", "DNAT", "--to-destination", f"{host.address}:{port}",
         )  # fmt: skip
+
+    @contextlib.contextmanager
+    def upnp(self) -> Iterator[None]:
+        """Maps ports for whoever asks over UPnP, as long as the context lasts."""
+        command = self.command(sys.executable, "-m", "tests.nat.fake_igd", "192.168.1.1", self.address)
+        with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as router:
+            try:
+                assert router.stdout is not None
+                assert router.stdout.readline() == "ready\n", "the router's UPnP service does not start"
+                yield
+            finally:
+                router.kill()
 
     def iptables(self, *arguments: str) -> None:
         iptables(self.namespace, *arguments)

@@ -24,9 +24,8 @@ from typing import Any, Self
 import psutil
 
 from tests.live.swarm_process import wait_until
-from tests.nat.internet import Host
+from tests.nat.internet import REPOSITORY, Host
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 IMPORT_S = 60.0
 START_S = 30.0
 ANSWER_S = 40.0
