@@ -167,6 +167,11 @@ class Handshake:
         self._state = self._noise.noise_protocol.handshake_state
         self._received = 0
 
+    @property
+    def was_answered(self) -> bool:
+        """Whether anything has come from the other side."""
+        return self._received > 0
+
     def start(self) -> bytes:
         """The initiator's first message."""
         return self._preamble + bytes(self._noise.write_message())

@@ -368,6 +368,8 @@ async def _finish(
         if error.reply:
             with contextlib.suppress(PeerClosed):
                 channel.write(error.reply)
+        if error.reason is LinkRefusal.OTHER_SWARM:  # a mistake, not a breach of the protocol
+            raise PeerUnreachable(who, f"peer at {channel.remote_address}: {error}") from error
         if error.reason is LinkRefusal.WRONG_VERSION:
             raise ProtocolVersionMismatch(who, f"peer at {channel.remote_address}: {error}") from error
         raise RemoteProtocolError(who, f"peer at {channel.remote_address}, {error.reason}: {error}") from error
@@ -375,7 +377,8 @@ async def _finish(
         refused[str(LinkRefusal.MALFORMED)] += 1
         raise
     except PeerClosed as error:
-        raise PeerUnreachable(who, f"{channel.remote_address} hung up during the handshake") from error
+        hint = "" if handshake.was_answered else ": it belongs to another (private) swarm, or is overloaded"
+        raise PeerUnreachable(who, f"{channel.remote_address} hung up during the handshake{hint}") from error
     link = SealedLink(channel, handshake.keys, refused)
     mailbox.hand_over(link)
     return link

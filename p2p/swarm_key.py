@@ -121,11 +121,6 @@ class SwarmKey:
         """32 bytes to encrypt what stands there."""
         return self._derive("mdns-text", 32)
 
-    @property
-    def http_path(self) -> str:
-        """The path at which a listener answers HTTP. In the clear, so it keeps out who guesses, not who listens."""
-        return f"/{self._derive('http-path', 16).hex()}"
-
     def _derive(self, use: str, num_bytes: int) -> bytes:
         return hashlib.blake2b(_DOMAIN + use.encode(), key=self.secret, digest_size=num_bytes).digest()
 

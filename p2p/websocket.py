@@ -7,6 +7,10 @@ segment, at most 64 KiB, which also bounds what a stranger can make us buffer.
 aiohttp does HTTP up to the upgrade, on both sides; then a channel of ours takes over its transport, as the head of
 p2p.websocket_core explains.
 
+In a private swarm the path of the HTTP request is derived from the key, and a listener looks at the first line before
+anything else does: whoever asks for another path, or sends something else, is hung up on without one byte. The path
+goes over the line in the clear, so it keeps out who guesses, and leaves those who listen there to the handshake.
+
 Before a connection has proven an identity it costs little and not for long: at most MAX_UNAUTHENTICATED of them exist,
 each for at most HANDSHAKE_TIMEOUT_S, counted from the TCP accept, whatever it sends or does not send.
 """
@@ -18,9 +22,11 @@ import base64
 import contextlib
 import errno
 import hashlib
+import hmac
 import secrets
 import socket
 from collections import Counter
+from typing import cast
 
 import aiohttp
 import structlog
@@ -57,6 +63,8 @@ MAX_UNAUTHENTICATED = 64
 
 CLOSE_TIMEOUT_S = 1.0
 """How long a closing side waits for the other's close frame. A frozen peer never answers."""
+
+_PATH_DOMAIN = b"fusion-node/websocket-path/1:"
 
 _ACCEPT_GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 """RFC 6455 §1.3."""
@@ -108,7 +116,7 @@ class WebSocketNetwork:
         session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
         try:
             async with asyncio.timeout(timeout_s):
-                channel = await _upgrade(session, host, port, address)
+                channel = await _upgrade(session, host, port, address, path_for(self._credentials.psk))
                 try:
                     return await initiate(channel, self._credentials, expect=expect)
                 except BaseException:
@@ -176,7 +184,7 @@ class _WebSocketListener:
     async def bind(self, host: str, port: int) -> None:
         loop = asyncio.get_running_loop()
         try:
-            self._socket_server = await loop.create_server(self._server, host, port)
+            self._socket_server = await loop.create_server(self._make_protocol, host, port)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise AddressInUse(
@@ -185,6 +193,12 @@ class _WebSocketListener:
             raise ConfigError(f"cannot listen on {join_address(host, port)}: {_reason(error)}") from error
         bound = self._socket_server.sockets[0].getsockname()
         self._address = join_address(bound[0], bound[1])
+
+    def _make_protocol(self) -> asyncio.Protocol:
+        handler = self._server()
+        if self._credentials.psk is None:
+            return handler
+        return _Doorkeeper(handler, f"GET {path_for(self._credentials.psk)} HTTP/1.1\r\n".encode(), self._refused)
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
         host = _host_of(transport)
@@ -231,7 +245,7 @@ class _WebSocketListener:
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         ws = web.WebSocketResponse(compress=False)
-        if request.path != PATH or not ws.can_prepare(request):
+        if request.path != path_for(self._credentials.psk) or not ws.can_prepare(request):
             self._refused[str(LinkRefusal.MALFORMED)] += 1
             return web.Response(status=404, text="This port speaks the fusion-node data plane.\n")
         await ws.prepare(request)
@@ -264,6 +278,40 @@ class _WebSocketListener:
             self._links.discard(link)
             await link.aclose()
         return ws
+
+
+class _Doorkeeper(asyncio.Protocol):
+    """Stands in front of the HTTP server until the first line has come, and shows it only to who knows that line.
+
+    A line is judged when it is as long as it should be, and not character by character: whoever could see after which
+    one the connection closes would find the path by trying.
+    """
+
+    def __init__(self, handler: RequestHandler, first_line: bytes, refused: Counter[str]) -> None:
+        self._handler = handler
+        self._first_line = first_line
+        self._refused = refused
+        self._received = b""
+        self._transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # of a TCP server
+        self._handler.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        assert self._transport is not None  # noqa: S101  # set above
+        self._received += data
+        if len(self._received) < len(self._first_line):
+            return
+        if not hmac.compare_digest(self._received[: len(self._first_line)], self._first_line):
+            self._refused[str(LinkRefusal.OTHER_SWARM)] += 1
+            self._transport.abort()
+            return
+        self._transport.set_protocol(self._handler)
+        self._handler.data_received(self._received)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._handler.connection_lost(exc)
 
 
 class _WebSocketChannel(asyncio.BufferedProtocol):
@@ -410,12 +458,12 @@ class _WebSocketChannel(asyncio.BufferedProtocol):
         return PeerClosed(self._remote_address, f"{self._remote_address} closed the connection")
 
 
-async def _upgrade(session: aiohttp.ClientSession, host: str, port: int, address: str) -> _WebSocketChannel:
+async def _upgrade(session: aiohttp.ClientSession, host: str, port: int, address: str, path: str) -> _WebSocketChannel:
     """The client's side of the opening handshake (RFC 6455 §4.1)."""
     key = base64.b64encode(secrets.token_bytes(16)).decode()
     headers = {"Upgrade": "websocket", "Connection": "Upgrade", "Sec-WebSocket-Version": "13", "Sec-WebSocket-Key": key}
     response = await session.get(
-        URL.build(scheme="http", host=host, port=port, path=PATH),
+        URL.build(scheme="http", host=host, port=port, path=path),
         headers=headers,
         allow_redirects=False,
         read_until_eof=False,
@@ -425,6 +473,8 @@ async def _upgrade(session: aiohttp.ClientSession, host: str, port: int, address
     connection = response.connection
     if response.status != 101 or not accepted or connection is None:
         response.close()
+        if path != PATH and response.status == 404:
+            raise PeerUnreachable(address, f"{address} is not in the private swarm of this key")
         raise RemoteProtocolError(address, f"{address} does not speak the data plane: HTTP status {response.status}")
     if connection.transport is None or connection.protocol is None:
         raise PeerUnreachable(address, f"{address} hung up during the handshake")
@@ -434,6 +484,13 @@ async def _upgrade(session: aiohttp.ClientSession, host: str, port: int, address
 def _host_of(transport: asyncio.BaseTransport) -> str:
     remote = transport.get_extra_info("peername")
     return str(remote[0]) if remote else ""
+
+
+def path_for(psk: bytes | None) -> str:
+    """The path of the opening request; that of a private swarm only its members know."""
+    if psk is None:
+        return PATH
+    return f"/{hashlib.blake2b(_PATH_DOMAIN, key=psk, digest_size=16).hexdigest()}"
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -458,6 +515,10 @@ def _translate_dial(error: BaseException, who: str, address: str, timeout_s: flo
     match error:
         case TimeoutError():
             return PeerUnreachable(who, f"{address} did not answer within {timeout_s:g} s")
+        case aiohttp.ServerDisconnectedError() | ConnectionResetError():
+            return PeerUnreachable(
+                who, f"{address} hung up without an answer: it belongs to another (private) swarm, or is overloaded"
+            )
         case aiohttp.ClientError() | OSError() | ValueError():
             is_refused = isinstance(error, OSError) and error.errno == errno.ECONNREFUSED
             return PeerUnreachable(who, f"cannot connect to {address}: {_reason(error)}", is_refused=is_refused)

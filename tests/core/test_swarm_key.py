@@ -78,7 +78,7 @@ def test_windows_line_ends_are_read(tmp_path: Path) -> None:
 
 def test_the_key_is_in_no_repr_and_each_use_has_its_own() -> None:
     derived = [KEY.noise_psk, KEY.pnet_psk, KEY.lan_key]
-    names = [KEY.tag, KEY.lan_name, KEY.http_path.removeprefix("/")]
+    names = [KEY.tag, KEY.lan_name]
     assert len({*derived, KEY.secret}) == 4
     for name in names:
         assert not any(secret.hex().startswith(name) or name in secret.hex() for secret in (*derived, KEY.secret))
@@ -100,7 +100,6 @@ def test_derived_keys_are_those_of_the_protocol_page() -> None:
     assert KEY.pnet_psk.hex() == "9677c5d0480d49982616c3f90c90973fb6af57a41c4983de19ecf7bb6f00348a"
     assert KEY.lan_key.hex() == "9afe8ebe8e041bdabffa91c7643d210a6561a3e60b9d05be1e152450d924e658"
     assert KEY.lan_name == "8f98ab9b2cb7"
-    assert KEY.http_path == "/253192dc965050a2fcdf40cd805f50af"
 
 
 def test_the_tag_of_a_swarm_says_whether_it_has_a_key() -> None:
