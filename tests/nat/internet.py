@@ -29,7 +29,8 @@ import psutil
 REPOSITORY = Path(__file__).resolve().parents[2]
 PREFIX = "fnat"
 NETNS_FOLDER = Path("/run/netns")
-_CLONE_NEWNET = 0x40000000
+_CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000
+_MS_REC, _MS_SLAVE, _MNT_DETACH = 0x4000, 0x80000, 2
 _NEEDED = ("ip", "iptables")
 _GONE_S = 10.0
 """How long killed processes may take until their namespace is empty."""
@@ -267,11 +268,22 @@ def iptables(namespace: str, *arguments: str) -> None:
 
 
 def join_namespace(namespace: str) -> None:
-    """Moves the calling thread into a network namespace (setns(2); os.setns is there from Python 3.12 on)."""
+    """Moves the calling process into a network namespace, as ``ip netns exec`` does: /sys shows its interfaces then.
+
+    It must have one thread only (setns(2), unshare(2); Python's own functions for these are there from 3.12 on).
+    """
     libc = ctypes.CDLL(None, use_errno=True)
-    with (NETNS_FOLDER / namespace).open("rb") as opened:
-        if libc.setns(opened.fileno(), _CLONE_NEWNET):
+
+    def check(result: int) -> None:
+        if result:
             raise OSError(ctypes.get_errno(), f"cannot enter the network namespace {namespace}")
+
+    with (NETNS_FOLDER / namespace).open("rb") as opened:
+        check(libc.setns(opened.fileno(), _CLONE_NEWNET))
+    check(libc.unshare(_CLONE_NEWNS))
+    check(libc.mount(b"none", b"/", None, _MS_REC | _MS_SLAVE, None))  # what is mounted here stays here
+    check(libc.umount2(b"/sys", _MNT_DETACH))
+    check(libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None))
 
 
 def enter(namespace: str, work: Callable[[], object]) -> None:

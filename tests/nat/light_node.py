@@ -28,6 +28,7 @@ import p2p.libp2p_adapter  # noqa: F401  # the expensive import
 from fusion_node.cli.logs import LogFormat, configure_logs
 from fusion_node.errors import FusionError
 from fusion_node.types import ModelId, PeerId
+from p2p.addresses import dialable_hosts
 from p2p.discovery import Discovery, DiscoveryConfig
 from p2p.identity import Identity
 from p2p.links import LinkPool
@@ -88,7 +89,8 @@ class Node:
         if self.options.serve:
             host, _, port = self.options.listen.rpartition(":")
             bound = await self.pool.listen(join_address(host, int(port) + 1 if int(port) else 0))
-            self.data_addresses = (bound,)
+            bound_port = bound.rpartition(":")[2]
+            self.data_addresses = tuple(join_address(own, int(bound_port)) for own in dialable_hosts(host))
             self._announcing = asyncio.create_task(self._announce())
         return {"peer": self.identity.peer_id, "addresses": self.discovery.addresses}
 

@@ -40,6 +40,7 @@ class LightNode:
     pid: int
     talk: socket.socket
     log_path: Path
+    host: Host | None = None
     peer: str = ""
     addresses: list[str] = field(default_factory=list)
     """Multiaddrs that it listens on, each with the peer id."""
@@ -169,7 +170,7 @@ class Nursery:
         with theirs, log_path.open("wb") as log:
             socket.send_fds(self._socket, [json.dumps(request).encode()], [theirs.fileno(), log.fileno()])
         pid = int(self._socket.recv(64))
-        node = LightNode(name, pid, ours, log_path)
+        node = LightNode(name, pid, ours, log_path, host)
         self.nodes.append(node)
         return node
 
