@@ -24,6 +24,7 @@ import structlog
 from fusion_node.errors import ConfigError, ProtocolVersionMismatch, RemoteProtocolError
 from fusion_node.types import PeerId
 from p2p import bans as ban_file
+from p2p.allow_list import AllowList
 from p2p.bans import Ban, BanList
 from p2p.limits_core import Limits
 from p2p.prefixes import ip_of
@@ -40,6 +41,7 @@ class PeerGate:
     Args:
         path: of the file of bans; None keeps them in memory only.
         limits: None for the default ones.
+        allow_list: everybody else is refused; None lets in whoever is not banned.
         clock: monotonic seconds, for the limits.
         wall_clock: Unix time, for the bans.
     """
@@ -49,6 +51,7 @@ class PeerGate:
         path: Path | None = None,
         *,
         limits: Limits | None = None,
+        allow_list: AllowList | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -56,6 +59,7 @@ class PeerGate:
         """What was refused, by reason; breaches that were reported, as ``breach``."""
         self._path = path
         self._limits = limits or Limits()
+        self._allow_list = allow_list
         self._clock = clock
         self._wall_clock = wall_clock
         self._lock = threading.Lock()
@@ -79,15 +83,17 @@ class PeerGate:
         """Whether to have nothing to do with this peer at this address, and why. ``host`` may be a name, or empty."""
         with self._lock:
             now = self._wall_clock()
-            if self._bans.of_peer(peer, now=now) is None and self._bans.of_host(host, now=now) is None:
-                return None
-            return self._refuse(BANNED)
+            if self._bans.of_peer(peer, now=now) is not None or self._bans.of_host(host, now=now) is not None:
+                return self._refuse(BANNED)
+            return self._refuse_stranger(peer)
 
     def refuse_stream(self, peer: PeerId) -> str | None:
         """A peer asks for something on the control plane. Unless refused, ``stream_closed`` follows."""
         with self._lock:
             if self._bans.of_peer(peer, now=self._wall_clock()) is not None:
                 return self._refuse(BANNED)
+            if (stranger := self._refuse_stranger(peer)) is not None:
+                return stranger
             excess = self._limits.stream_opened(peer, now=self._clock())
             return None if excess is None else self._refuse(excess)
 
@@ -181,6 +187,10 @@ class PeerGate:
             await asyncio.to_thread(ban_file.change, self._path, add=unsaved, now=self._wall_clock())
         except ConfigError as error:
             _log.warning("automatic bans are not saved", reason=str(error))
+
+    def _refuse_stranger(self, peer: PeerId) -> str | None:
+        reason = None if self._allow_list is None else self._allow_list.refuse(peer)
+        return None if reason is None else self._refuse(reason)
 
     def _refuse(self, reason: str) -> str:
         self.refused[str(reason)] += 1
