@@ -1,16 +1,12 @@
-"""Who is in the swarm, and what do they serve: the asyncio side of the control plane.
+"""Who is in the swarm, and what do they serve: the asyncio shell of the control plane.
 
-Records travel in two ways. Connected peers exchange them directly (p2p.record_exchange): a newcomer pulls and pushes on
-its first connection, and every HEARTBEAT_S after that. The DHT answers *who*: provider records under keys derived from
-the model id, and each node's signed record under the node's own key, for those who are not connected to it.
+What is done when, and with whom, is decided in p2p.membership_core; here its commands are carried out over the libp2p
+thread (p2p.bridge), and what comes of them is reported back. Look-ups are driven here, since somebody waits for them:
+they ask connected peers, and the DHT for those who are not connected.
 
-Nothing is believed that is not signed by whom it speaks of, in time, and newer than what was there (p2p.records). A
-node that dies is forgotten when its record expires.
+Nothing is believed that is not signed by whom it speaks of, in time, and newer than what was there (p2p.records).
 
-Above 600 lines: a third are the contract (DiscoveryService) and its constants; entering, publishing and finding share
-the connections and the table.
-
-Timers: see the constants. All are in seconds of the event loop's clock; ``clock`` is Unix time and dates records only.
+Above 600 lines: a third are the contract (DiscoveryService) and what other parts of a process may do with its host.
 """
 
 from __future__ import annotations
@@ -23,6 +19,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from fusion_node.errors import (
@@ -35,7 +32,7 @@ from fusion_node.errors import (
     PeerTimeout,
     RemoteProtocolError,
 )
-from fusion_node.types import ModelId, PeerId, UnixS
+from fusion_node.types import ModelId, MonotonicS, PeerId, UnixS
 from fusion_node.wire import WireError
 from p2p.addresses import PeerAddress, check_bindable, dialable_hosts, is_loopback, parse_announce, parse_listen
 from p2p.bridge import Bridge, Runner
@@ -43,28 +40,29 @@ from p2p.control import Answer, ControlNode, ControlPlaneDown, HostConfig, HostH
 from p2p.identity import Identity, short
 from p2p.invite import Invite, parse_bootstrap
 from p2p.mdns import LanDiscovery
-from p2p.record_exchange import MAX_ANSWER_BYTES, MAX_RECORDS, MAX_REQUEST_BYTES, PROTOCOL_ID, RecordExchange
+from p2p.membership_core import (
+    Ask,
+    Dial,
+    Disconnect,
+    Gossip,
+    JoinDht,
+    Membership,
+    Met,
+    Moment,
+    Notice,
+    SaveBook,
+    Silence,
+    WayIn,
+)
+from p2p.peer_book import PeerBook, load, save
+from p2p.publication_core import Publish
+from p2p.record_exchange import MAX_ANSWER_BYTES, MAX_REQUEST_BYTES, PROTOCOL_ID, RecordExchange
 from p2p.records import NodeRecord, RecordTable, Refusal, open_record
 from p2p.swarm_key import SwarmKey
-
-HEARTBEAT_S = 20.0
-"""A third of a record's life: two may be lost. A peer that does not answer one is disconnected, because the library
-never notices a path that silently drops packets."""
 
 EXCHANGE_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 9.0
 """For the answer of a further protocol: less than the asker's connection waits (REQUEST_TIMEOUT_S of the adapter)."""
-
-REDIAL_FIRST_S = 0.5
-REDIAL_MAX_S = 15.0
-PUT_INTERVAL_S = 25.0
-"""Storing a record in the DHT costs a look-up; one that lives 60 s is never missing."""
-
-PROVIDE_INTERVAL_S = 120.0
-"""Storers keep provider records for 600 s."""
-
-EARLY_PUBLISHES = 3
-"""As many times a newcomer publishes at every announcement, because its first look-ups knew few peers."""
 
 LOOKUP_TIMEOUT_S = 15.0
 LOOKUP_GRACE_S = 1.0
@@ -73,14 +71,11 @@ has its results."""
 
 WITHDRAW_TIMEOUT_S = 1.5
 MAX_PARALLEL = 8
-MESH_PEERS = 16
-"""Connections that a node seeks among those it hears of, so that announcements reach many directly."""
+MAX_ASKS = 16
+"""At once, to all peers together: each takes some milliseconds of the libp2p thread."""
 
-PULLED_PEERS = 16
-"""Connected peers that one ``find`` asks."""
-
-FRESH_S = 30.0
-"""A record younger than this is not asked for again, when the DHT names its node."""
+MAX_NAMED = 8
+"""Addresses that an error names."""
 
 _NAME_ONE = "name a node of the swarm with --peer ADDRESS or --peer INVITE"
 _PROVIDER_DOMAIN = b"fusion-node/provider/1:"
@@ -101,6 +96,7 @@ class DiscoveryConfig:
         mdns: whether to find peers on the local network; without effect when listening on loopback only.
         announce: ``HOST:PORT`` under which the listener can also be dialled, as behind a router that forwards a port.
         serve: whether to store and answer for others in the DHT: nodes do, users do not.
+        peer_book: the file of known peers; None keeps them for as long as the process lives.
     """
 
     listen: tuple[str, ...]
@@ -108,6 +104,7 @@ class DiscoveryConfig:
     mdns: bool
     serve: bool
     announce: tuple[str, ...] = ()
+    peer_book: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,23 +221,22 @@ class Discovery:
         self._identity = identity
         self._config = config
         self._clock = clock
+        self._chance = secrets.SystemRandom()
         self.table = RecordTable()
-        self._exchange = RecordExchange(self.table, secrets.SystemRandom())
-        self._bridge: Bridge[ControlNode] = Bridge(
-            self._make_runner, on_down=self._forget_connections, on_restart=self._resume
-        )
+        self._exchange = RecordExchange(self.table, self._chance)
+        self._bridge: Bridge[ControlNode] = Bridge(self._make_runner, on_down=self._host_down, on_restart=self._resume)
         self._listen: tuple[tuple[str, int], ...] = ()
-        self._bootstrap: dict[PeerId, list[PeerAddress]] = {}
-        self._connected: set[PeerId] = set()
-        self._answering: set[PeerId] = set()
-        """Who has answered or asked something on the present connection."""
+        self._protected: set[PeerId] = set()
+        self._core = self._make_core((), PeerBook())
         self._met = asyncio.Event()
-        """Set while one of those is connected."""
-        self._last_dial_failure = ""
+        """Set while a peer is connected that has answered or asked something."""
         self._lan: LanDiscovery | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._asks = asyncio.Semaphore(MAX_ASKS)
+        self._waiting_for: dict[int, asyncio.Future[None]] = {}
+        """By token of what was asked."""
+        self._timer: asyncio.TimerHandle | None = None
         self._lookups: dict[ModelId | None, asyncio.Task[None]] = {}
-        self._publication = _Publication()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._announce: tuple[tuple[str, int], ...] = ()
@@ -255,7 +251,31 @@ class Discovery:
 
     @property
     def num_peers(self) -> int:
-        return len(self._connected)
+        return len(self._core.connected)
+
+    @property
+    def connected(self) -> list[PeerId]:
+        """Peers that are connected, whoever has made the connection."""
+        return self._core.connected
+
+    @property
+    def clock_offset_s(self) -> float | None:
+        """By how much our peers' clocks are ahead of ours, in the middle; None while fewer than three are known."""
+        return self._core.clock_offset_s
+
+    @property
+    def num_nodes_estimated(self) -> int:
+        """Nodes of the swarm: those known, or in a large swarm, where only some are, an estimate."""
+        return self._core.num_nodes_estimated(self._moment())
+
+    def suspect(self, peer: PeerId) -> None:
+        """Something suggests that a connected peer is gone: it is asked, and dropped only if it stays silent."""
+        self._core.suspect(peer, self._moment())
+        self._pump()
+
+    def protect(self, peer: PeerId, *, protected: bool = True) -> None:
+        """Keeps the connection with a peer, as one that relays for us, from being given up when there are too many."""
+        (self._protected.add if protected else self._protected.discard)(peer)
 
     def add_protocol(self, protocol: RequestProtocol) -> None:
         """Before ``start``."""
@@ -299,63 +319,68 @@ class Discovery:
     async def start(self) -> None:
         listen = tuple(parse_listen(text) for text in self._config.listen)
         self._announce = tuple(parse_announce(text) for text in self._config.announce)
+        named: dict[PeerId, list[str]] = {}
         for address in parse_bootstrap(self._config.bootstrap, now=self._now()):
-            if address.peer != self._identity.peer_id:
-                self._bootstrap.setdefault(address.peer, []).append(address)
+            named.setdefault(address.peer, []).append(str(address))
         for host, port in listen:
             check_bindable(host, port)
         self._loop = asyncio.get_running_loop()
         self._listen = listen
+        book = PeerBook() if self._config.peer_book is None else load(self._config.peer_book, now=self._now())
+        self._core = self._make_core([WayIn(peer, tuple(texts)) for peer, texts in named.items()], book)
         await self._bridge.start()
         # With the ports that were really bound, so that a restart listens where others know us.
         self._listen = tuple(await self._bridge.call(lambda node: node.listening()))
-        for peer, addresses in self._bootstrap.items():
-            self._spawn(self._keep_connected(peer, addresses))
-        self._spawn(self._beat())
-        self._spawn(self._publish_when_wanted())
+        self._core.start(self._moment())
+        self._pump()
         if self._config.mdns and not (self._listen and all(is_loopback(host) for host, _ in self._listen)):
             self._lan = LanDiscovery(self._identity.peer_id, self._own_addresses(), self._found_on_lan, self._swarm_key)
             self._spawn(self._lan.run())
 
     async def wait_for_peer(self, timeout_s: float) -> None:
-        if not self._met.is_set() and not self._bootstrap and self._lan is None:
+        tried = self._core.ways_in
+        if not self._met.is_set() and not tried and self._lan is None:
             raise NoPeers("there is no peer to try: give the address or the invite of a node with --peer")
         try:
             async with asyncio.timeout(timeout_s):
                 await self._met.wait()
         except TimeoutError:
-            tried = [str(address) for addresses in self._bootstrap.values() for address in addresses]
-            where = ", ".join([*tried, *(["the local network"] if self._lan is not None else [])])
+            more = [f"{len(tried) - MAX_NAMED} more"] if len(tried) > MAX_NAMED else []
+            where = ", ".join([*tried[:MAX_NAMED], *more, *(["the local network"] if self._lan is not None else [])])
             raise NoPeers(
                 f"no peer answered within {timeout_s:.0f} s (tried {where}"
-                f"{'; ' + self._last_dial_failure if self._last_dial_failure else ''}): "
+                f"{'; ' + self._core.last_failure if self._core.last_failure else ''}): "
                 f"{'check that the node runs and that its address can be reached from here' if tried else _NAME_ONE}"
             ) from None
 
     async def announce(self, envelope: bytes, model_ids: Sequence[ModelId]) -> None:
-        self._set_own(envelope)
-        self._publication.want(model_ids)
-        await self._push(EXCHANGE_TIMEOUT_S)
+        record, pushes = self._core.announce(envelope, model_ids, self._moment())
+        if isinstance(record, Refusal):
+            raise LocalProtocolError(f"the record to announce would be refused by others: {record}")
+        self._pump()
+        await self._wait_for(pushes, EXCHANGE_TIMEOUT_S)
 
     async def withdraw(self, envelope: bytes) -> None:
-        self._set_own(envelope)
-        self._publication.withdraw()
+        record, pushes = self._core.withdraw(envelope, self._moment())
+        if isinstance(record, Refusal):
+            raise LocalProtocolError(f"the record to announce would be refused by others: {record}")
+        self._pump()
         with contextlib.suppress(TimeoutError, FusionError):
             async with asyncio.timeout(WITHDRAW_TIMEOUT_S):
-                await asyncio.gather(self._push(WITHDRAW_TIMEOUT_S), self._put_own())
+                await asyncio.gather(self._wait_for(pushes, WITHDRAW_TIMEOUT_S), self._put_own())
 
     async def find(self, model_id: ModelId | None, *, timeout_s: float) -> list[NodeRecord]:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        if not self._connected and (self._bootstrap or self._lan is not None) and not self._others():
+        if not self.num_peers and (self._core.ways_in or self._lan is not None) and not self._others():
             # Without this, a user who asks right after `start` gets the answer of an empty swarm.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     await self._met.wait()
         lookup = self._lookup(model_id)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(deadline):
-                await self._pull(model_id)
+        asked = self._core.pull(model_id, self._moment())
+        self._pump()
+        await self._wait_for(asked, deadline - loop.time())
         found = self._exchange.serving(model_id, now=self._now())
         patience_s = min(LOOKUP_GRACE_S, deadline - loop.time()) if found else deadline - loop.time()
         await asyncio.wait({lookup}, timeout=max(0.0, patience_s))
@@ -364,7 +389,12 @@ class Discovery:
         return self._exchange.serving(model_id, now=self._now())
 
     async def aclose(self) -> None:
+        if not self._closed:
+            self._core.remember_all(self._moment())
+            await self._save_book()
         self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
         tasks = [*self._tasks]
         for task in tasks:
             task.cancel()
@@ -404,13 +434,13 @@ class Discovery:
 
     def _answer(self, peer: PeerId, request: bytes, answer: Answer) -> None:
         try:
-            reply = self._exchange.answer(request, source=peer, now=self._now())
+            reply = self._core.asked(peer, request, self._moment())
         except WireError as error:
             log.info("peer %s sent a malformed request: %s", short(peer), error)
             answer(None)
         else:
             answer(reply)
-            self._note_answer(peer)
+            self._pump()
 
     def _answer_other(self, protocol: RequestProtocol, peer: PeerId, request: bytes, answer: Answer) -> None:
         async def respond() -> None:
@@ -429,150 +459,168 @@ class Discovery:
         for listener in self.on_connection:
             listener(peer, connected)
         if connected:
-            self._connected.add(peer)
+            self._core.connection_opened(peer, self._moment())
         else:
-            self._connected.discard(peer)
-            self._answering.discard(peer)
-        self._note_met()
-        if not self._connected and not self._closed:
-            log.info("no peer is connected any more; trying those that are known")
-            self._spawn(self._quietly(self._widen))
+            self._core.connection_closed(peer, self._moment())
+        self._pump()
 
-    def _note_answer(self, peer: PeerId) -> None:
-        is_new = peer not in self._answering
-        self._answering.add(peer)
-        self._note_met()
-        if is_new:
-            for listener in self.on_peer_met:
-                listener(peer)
+    def _host_down(self) -> None:
+        """When the thread goes down, and not when it is back: by then it may have told of new connections."""
+        self._core.host_down()
+        self._pump()
 
-    def _note_met(self) -> None:
-        # Both: an answer may be told of just before its connection is, or just after that has ended.
-        (self._met.clear if self._answering.isdisjoint(self._connected) else self._met.set)()
+    def _resume(self) -> None:
+        log.warning("the libp2p thread runs again")
+        self._core.host_resumed(self._moment())
+        self._pump()
 
-    def _forget_connections(self) -> None:
-        """When the thread goes down, and not when it is back: by then it may have told of new ones."""
-        self._connected.clear()
-        self._answering.clear()
-        self._met.clear()
+    def _found_on_lan(self, peer: PeerId, addresses: Sequence[PeerAddress]) -> None:
+        self._core.found(peer, [str(address) for address in addresses], self._moment())
+        self._pump()
 
     def _others(self) -> list[NodeRecord]:
         """The live nodes that are known, without this one."""
         return [r for r in self._exchange.serving(None, now=self._now()) if r.peer != self._identity.peer_id]
 
-    # Entering the swarm, and staying in it.
+    # Carrying out what the core decides.
 
-    async def _keep_connected(self, peer: PeerId, addresses: Sequence[PeerAddress]) -> None:
-        delay_s = REDIAL_FIRST_S
-        while True:
-            if peer not in self._connected:
-                try:
-                    await self._meet(peer, addresses)
-                except FusionError as error:
-                    if delay_s == REDIAL_FIRST_S:
-                        log.warning("bootstrap peer %s does not answer, trying on: %s", short(peer), error)
-                    self._last_dial_failure = str(error)
-                    delay_s = min(2 * delay_s, REDIAL_MAX_S)
-                else:
-                    delay_s = REDIAL_FIRST_S
-                    log.info("connected to bootstrap peer %s", short(peer))
-            await asyncio.sleep(delay_s)
+    def _make_core(self, named: Sequence[WayIn], book: PeerBook) -> Membership:
+        return Membership(
+            self._identity.peer_id,
+            serve=self._config.serve,
+            named=named,
+            book=book,
+            exchange=self._exchange,
+            chance=self._chance,
+            protected=self._protected,
+        )
 
-    def _found_on_lan(self, peer: PeerId, addresses: Sequence[PeerAddress]) -> None:
-        if peer != self._identity.peer_id and peer not in self._connected:
-            self._spawn(self._quietly(lambda: self._meet(peer, addresses)))
+    def _pump(self) -> None:
+        """After each call of the core: its commands are begun, and its timer is set."""
+        if self._closed:
+            return
+        for command in self._core.commands():
+            match command:
+                case Ask():
+                    assert self._loop is not None  # noqa: S101  # nothing is asked before the start
+                    self._waiting_for[command.token] = self._loop.create_future()
+                    self._spawn(self._ask(command))
+                case Dial():
+                    self._spawn(self._dial(command))
+                case Disconnect():
+                    self._spawn(self._disconnect(command))
+                case JoinDht():
+                    self._spawn(self._join_dht(command))
+                case Publish():
+                    self._spawn(self._publish(command))
+                case SaveBook():
+                    self._spawn(self._save_book())
+                case Met():
+                    for listener in self.on_peer_met:
+                        listener(command.peer)
+                case Notice():
+                    log.log(logging.WARNING if command.is_warning else logging.INFO, "%s", command.text)
+                case Gossip():
+                    pass
+        (self._met.set if self._core.has_met else self._met.clear)()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        at_s = self._core.get_timer()
+        if at_s is not None and self._loop is not None:
+            self._timer = self._loop.call_at(at_s, self._on_timer)
 
-    async def _meet(self, peer: PeerId, addresses: Sequence[PeerAddress]) -> None:
-        """First contact: connect, tell, learn, and take the peer into the DHT."""
-        await self._bridge.call(lambda node: node.connect(peer, addresses))
-        await self._exchange_with(peer, None, limit=MAX_RECORDS)
-        self._spawn(self._quietly(lambda: self._settle_in(peer)))
+    def _on_timer(self) -> None:
+        self._core.handle_timer(self._moment())
+        self._pump()
 
-    async def _settle_in(self, peer: PeerId) -> None:
-        await self._bridge.call(lambda node: node.join_dht(peer))
-        self._publication.hurry()
-        if self._config.serve:
-            await self._widen()
+    async def _ask(self, ask: Ask) -> None:
+        silence, why = Silence.DOWN, "given up"
+        answer: bytes | None = None
+        try:
+            # The wait for a slot is ours, and no silence of the peer's.
+            async with self._asks, asyncio.timeout(EXCHANGE_TIMEOUT_S):
+                answer = await self._bridge.call(
+                    lambda node: node.request(ask.peer, PROTOCOL_ID, ask.request, limit_bytes=MAX_ANSWER_BYTES)
+                )
+        except TimeoutError:
+            silence, why = Silence.TIMEOUT, f"no answer within {EXCHANGE_TIMEOUT_S:.0f} s"
+        except PeerClosed as error:
+            silence, why = Silence.REFUSED, str(error)
+        except RemoteProtocolError as error:
+            silence, why = Silence.BROKEN, str(error)
+        except PeerError as error:
+            silence, why = Silence.TIMEOUT, str(error)
+        except ControlPlaneDown as error:
+            why = str(error)
+        finally:
+            if answer is not None:
+                self._core.answered(ask.token, answer, self._moment())
+            else:
+                log.debug("peer %s gave no answer: %s", short(ask.peer), why)
+                self._core.not_answered(ask.token, silence, why, self._moment())
+            waiting = self._waiting_for.pop(ask.token)
+            if not waiting.done():
+                waiting.set_result(None)
+            self._pump()
 
-    async def _widen(self) -> None:
-        """Connects to some of the nodes that are known but not connected."""
-        known = [record for record in self._others() if record.peer not in self._connected]
-        wanted = _some(known, MESH_PEERS - len(self._connected))
+    async def _wait_for(self, tokens: Iterable[int], timeout_s: float) -> None:
+        """Returns when all of these have been answered or not, or the time is up."""
+        waiting = [self._waiting_for[token] for token in tokens if token in self._waiting_for]
+        if waiting:
+            await asyncio.wait(waiting, timeout=max(0.0, timeout_s))
 
-        async def meet(record: NodeRecord) -> None:
-            peer, addresses = PeerId(record.peer), _addresses_of(record)
-            await self._bridge.call(lambda node: node.connect(peer, addresses))
-            await self._exchange_with(peer, None, limit=MAX_RECORDS)
+    async def _dial(self, dial: Dial) -> None:
+        error: str | None = "given up"
+        try:
+            addresses = _parsed(dial.addresses, dial.peer)
+            await self._bridge.call(lambda node: node.connect(dial.peer, addresses))
+            error = None
+        except FusionError as failure:
+            error = str(failure)
+        finally:
+            self._core.dialled(dial.peer, self._moment(), error=error)
+            self._pump()
 
-        await _each(wanted, meet)
+    async def _disconnect(self, command: Disconnect) -> None:
+        log.info("peer %s is disconnected: %s", short(command.peer), command.why)
+        with contextlib.suppress(FusionError):
+            await self._bridge.call(lambda node: node.disconnect(command.peer))
+        # The host tells of it too, unless there was nothing left to disconnect.
+        self._core.connection_closed(command.peer, self._moment())
+        self._pump()
 
-    async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(HEARTBEAT_S)
-            self.table.expire(now=self._now())
-            with contextlib.suppress(ControlPlaneDown):
-                await self._beat_once()
-                if self._config.serve or not self._connected:
-                    await self._widen()
+    async def _join_dht(self, command: JoinDht) -> None:
+        is_done = False
+        try:
+            await self._bridge.call(lambda node: node.join_dht(command.peer))
+            is_done = True
+        except FusionError as error:
+            log.debug("the DHT was not entered through peer %s: %s", short(command.peer), error)
+        finally:
+            self._core.joined_dht(self._moment(), is_done=is_done)
+            self._pump()
 
-    async def _beat_once(self) -> None:
-        """The own record goes to every connected peer, and who does not answer is disconnected."""
+    async def _publish(self, publish: Publish) -> None:
+        is_done = False
+        try:
+            if publish.put:
+                await self._put_own()
+            for model_id in publish.provide:
+                key = provider_key(model_id)
+                await self._bridge.call(lambda node, key=key: node.provide(key))  # type: ignore[misc]
+            is_done = True
+        except FusionError as error:
+            log.info("the record could not be stored in the DHT, trying at the next announcement: %s", error)
+        finally:
+            self._core.published(self._moment(), is_done=is_done)
+            self._pump()
 
-        async def beat(peer: PeerId) -> None:
-            try:
-                await self._exchange_with(peer, None, limit=0)
-            except PeerClosed as error:
-                # It has no room for the request just now. Who refuses is there; a connection that ends says so itself.
-                log.debug("peer %s refused a heartbeat: %s", short(peer), error)
-            except PeerError as error:
-                log.info("peer %s is disconnected: %s", short(peer), error)
-                await self._bridge.call(lambda node: node.disconnect(peer))
-
-        await _each(list(self._connected), beat)
-
-    def _resume(self) -> None:
-        """After the thread died and came back: nothing of what it had stored in the DHT is known to be left."""
-        self._publication.forget()
-        log.warning("the libp2p thread runs again")
-        if self._config.serve or not self._connected:
-            self._spawn(self._quietly(self._widen))
-
-    # Publishing.
-
-    def _set_own(self, envelope: bytes) -> None:
-        record = open_record(envelope, now=self._now())
-        if isinstance(record, Refusal) or record.peer != self._identity.peer_id:
-            raise LocalProtocolError(f"the record to announce would be refused by others: {record}")
-        accepted = self._exchange.set_own(envelope, now=self._now())
-        if isinstance(accepted, Refusal):
-            raise LocalProtocolError(f"the record to announce would be refused by others: {accepted}")
-
-    async def _push(self, timeout_s: float) -> None:
-        """Sends the own record to every connected peer. A peer that does not take it is the heartbeat's business."""
-
-        async def push(peer: PeerId) -> None:
-            await self._exchange_with(peer, None, limit=0)
-
-        with contextlib.suppress(TimeoutError, ControlPlaneDown):
-            async with asyncio.timeout(timeout_s):
-                await _each(list(self._connected), push)
-
-    async def _publish_when_wanted(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            await self._publication.wanted.wait()
-            self._publication.wanted.clear()
-            if not self._connected or self._exchange.own_envelope is None:
-                continue
-            try:
-                if self._publication.is_put_due(loop.time()):
-                    await self._put_own()
-                for model_id in self._publication.to_provide(loop.time()):
-                    key = provider_key(model_id)
-                    await self._bridge.call(lambda node, key=key: node.provide(key))  # type: ignore[misc]
-            except FusionError as error:
-                log.info("the record could not be stored in the DHT, trying at the next announcement: %s", error)
-                self._publication.forget()
+    async def _save_book(self) -> None:
+        book, path = self._core.book, self._config.peer_book
+        if path is not None and book.is_changed:
+            book.is_changed = False
+            await asyncio.to_thread(save, book.copy(), path, now=self._now())
 
     async def _put_own(self) -> None:
         envelope = self._exchange.own_envelope
@@ -581,12 +629,6 @@ class Discovery:
             await self._bridge.call(lambda node: node.put_value(key, envelope))
 
     # Finding.
-
-    async def _pull(self, model_id: ModelId | None) -> None:
-        async def pull(peer: PeerId) -> None:
-            await self._exchange_with(peer, model_id, limit=MAX_RECORDS)
-
-        await _each(_some(self._connected, PULLED_PEERS), pull, at_once=PULLED_PEERS)
 
     def _lookup(self, model_id: ModelId | None) -> asyncio.Task[None]:
         """The look-up under way, or a new one: two at once would each spoil the other's cache handling."""
@@ -601,38 +643,25 @@ class Discovery:
             async with asyncio.timeout(LOOKUP_TIMEOUT_S):
                 key = provider_key(model_id)
                 providers = await self._bridge.call(lambda node: node.find_providers(key))
-                now = self._now()
-                fresh = {r.peer for r in self.table.live(now=now) if now - r.issued_at < FRESH_S}
-                missing = [found for found in providers if found.peer not in fresh | {self._identity.peer_id}]
-                await _each(missing, lambda found: self._fetch(found.peer, found.addresses, model_id))
+                missing = set(self._core.missing((found.peer for found in providers), self._moment()))
+                wanted = [found for found in providers if found.peer in missing]
+                await _each(wanted, lambda found: self._fetch(found.peer, found.addresses, model_id))
         except (TimeoutError, PeerError) as error:
             log.debug("a look-up in the DHT ended early: %s", error)
 
     async def _fetch(self, peer: PeerId, addresses: Sequence[PeerAddress], model_id: ModelId | None) -> None:
         """A node's record from itself, or else from the DHT."""
-        try:
+        with contextlib.suppress(PeerError):
             await self._bridge.call(lambda node: node.connect(peer, addresses))
-            await self._exchange_with(peer, model_id, limit=MAX_RECORDS)
-        except PeerError:
+            token = self._core.ask(peer, model_id, self._moment())
+            self._pump()
+            await self._wait_for([token], LOOKUP_TIMEOUT_S)
+        if self._core.missing([peer], self._moment()):
             value = await self._bridge.call(lambda node: node.get_value(record_key(peer)))
             if value is not None:
                 self.table.receive(value, now=self._now())
 
     # Shared.
-
-    async def _exchange_with(self, peer: PeerId, model_id: ModelId | None, *, limit: int) -> None:
-        request = self._exchange.request(model_id, limit=limit, now=self._now())
-        try:
-            async with asyncio.timeout(EXCHANGE_TIMEOUT_S):
-                answer = await self._bridge.call(
-                    lambda node: node.request(peer, PROTOCOL_ID, request, limit_bytes=MAX_ANSWER_BYTES)
-                )
-            self._exchange.receive(answer, source=peer, now=self._now())
-            self._note_answer(peer)
-        except TimeoutError as error:
-            raise PeerTimeout(peer, f"peer {short(peer)} did not answer within {EXCHANGE_TIMEOUT_S:.0f} s") from error
-        except WireError as error:
-            raise RemoteProtocolError(peer, f"peer {short(peer)} answered with something malformed: {error}") from error
 
     def _make_runner(self) -> Runner[ControlNode]:
         from p2p.libp2p_adapter import Libp2pRunner  # here, in the thread: it takes more than a second
@@ -661,69 +690,14 @@ class Discovery:
     def _now(self) -> UnixS:
         return UnixS(self._clock())
 
+    def _moment(self) -> Moment:
+        return Moment(MonotonicS(asyncio.get_running_loop().time()), self._now())
+
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-    async def _quietly(self, work: Callable[[], Awaitable[None]]) -> None:
-        try:
-            await work()
-        except FusionError as error:
-            log.debug("in the background: %s", error)
-
-
-class _Publication:
-    """What the DHT should hold of us, and when it is due again."""
-
-    def __init__(self) -> None:
-        self.wanted = asyncio.Event()
-        self._model_ids: tuple[ModelId, ...] = ()
-        self._put_at: float | None = None
-        self._provided_at: dict[ModelId | None, float] = {}
-        self._early_left = EARLY_PUBLISHES
-        self._is_withdrawn = True
-
-    def want(self, model_ids: Sequence[ModelId]) -> None:
-        self._model_ids = tuple(model_ids)
-        self._is_withdrawn = False
-        self.wanted.set()
-
-    def withdraw(self) -> None:
-        self._is_withdrawn = True
-        self._model_ids = ()
-
-    def hurry(self) -> None:
-        """A new part of the swarm has been reached: publish there too."""
-        self._early_left = max(self._early_left, 1)
-        self.wanted.set()
-
-    def forget(self) -> None:
-        """What was published is lost."""
-        self._put_at = None
-        self._provided_at.clear()
-        self._early_left = EARLY_PUBLISHES
-
-    def is_put_due(self, now_s: float) -> bool:
-        due = self._put_at is None or self._early_left > 0 or now_s - self._put_at >= PUT_INTERVAL_S
-        if due:
-            self._put_at = now_s
-        return due and not self._is_withdrawn
-
-    def to_provide(self, now_s: float) -> list[ModelId | None]:
-        if self._is_withdrawn:
-            return []
-        is_early = self._early_left > 0
-        self._early_left = max(0, self._early_left - 1)
-        # None stands for "a node of any model".
-        due = [
-            model_id
-            for model_id in (None, *self._model_ids)
-            if is_early or now_s - self._provided_at.get(model_id, float("-inf")) >= PROVIDE_INTERVAL_S
-        ]
-        self._provided_at.update(dict.fromkeys(due, now_s))
-        return due
 
 
 def record_key(peer: PeerId) -> str:
@@ -737,20 +711,15 @@ def provider_key(model_id: ModelId | None) -> bytes:
     return _SHA2_256_MULTIHASH + hashlib.sha256(_PROVIDER_DOMAIN + text).digest()
 
 
-def _addresses_of(record: NodeRecord) -> list[PeerAddress]:
+def _parsed(texts: Iterable[str], peer: PeerId) -> list[PeerAddress]:
+    """Those of the addresses that can be dialled and lead to the peer."""
     found = []
-    for text in record.libp2p_addresses:
+    for text in texts:
         with contextlib.suppress(ConfigError):
             address = PeerAddress.parse(text)
-            if address.peer == record.peer:
+            if address.peer == peer:
                 found.append(address)
     return found
-
-
-def _some(items: Iterable[T], at_most: int) -> list[T]:
-    """Up to so many of them, by chance, so that no peer is everybody's choice."""
-    pool = list(items)
-    return secrets.SystemRandom().sample(pool, max(0, min(at_most, len(pool))))
 
 
 async def _each(items: Iterable[T], work: Callable[[T], Awaitable[None]], *, at_once: int = MAX_PARALLEL) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fusion_node.errors import NoPeers, PeerClosed, PeerError, PeerTimeout, PeerUnreachable
+from fusion_node.errors import NoPeers, PeerError, PeerUnreachable
 from fusion_node.types import PeerId, UnixS
 from p2p.addresses import PeerAddress
 from p2p.bridge import Runner
@@ -179,7 +179,7 @@ async def test_user_that_has_lost_its_only_peer_enters_through_a_node_that_it_kn
         await user.wait_for_peer(PATIENCE_S)
         world.add(SECOND)
         world.lose(FIRST)
-        await until(lambda: SECOND.peer_id in user._connected)
+        await until(lambda: SECOND.peer_id in user.connected)
         await user.wait_for_peer(PATIENCE_S)
 
 
@@ -205,15 +205,4 @@ async def test_connections_of_the_restarted_thread_are_not_forgotten() -> None:
         with pytest.raises(NoPeers):
             await user.wait_for_peer(0.0)
         await until(lambda: user._bridge.num_restarts == 1 and user._bridge.is_up and user.num_peers == 1)
-        assert user._connected == {SECOND.peer_id}
-
-
-@pytest.mark.parametrize("kind", [PeerClosed, PeerTimeout])
-async def test_heartbeat_that_is_refused_ends_no_connection_and_silence_does(kind: type[PeerError]) -> None:
-    world = World()
-    world.add(FIRST)
-    async with user_of(world) as user:
-        await user.wait_for_peer(PATIENCE_S)
-        world.refusal = kind(FIRST.peer_id, "not now")
-        await user._beat_once()
-        assert world.disconnected == ([] if kind is PeerClosed else [FIRST.peer_id])
+        assert user.connected == [SECOND.peer_id]

@@ -29,6 +29,7 @@ from p2p.swarm_key import SwarmKey
 pytestmark = pytest.mark.live
 
 MODEL = ModelId("ab" * 32)
+PULL = msgspec.msgpack.encode(ExchangeRequest(2, (), None, 256))
 LIMIT_S = 20.0
 """Generous: the machine may be busy. Nothing waits this long when all is well."""
 
@@ -287,7 +288,7 @@ async def test_peer_with_idle_request_streams_locks_nobody_out(start: Start) -> 
     idling = asyncio.create_task(idler.discovery._bridge.call(idle))
     async with _within():
         await opened.wait()
-    await honest.discovery._exchange_with(node.id, None, limit=0)
+    await honest.discovery.request(node.id, PROTOCOL_ID, PULL, limit_bytes=MAX_ANSWER_BYTES)
     async with _within():
         assert await idling < REQUEST_TIMEOUT_S / 2
 
@@ -298,7 +299,7 @@ async def test_many_requests_at_once_from_one_peer_are_all_answered(start: Start
     await other.discovery.wait_for_peer(LIMIT_S)
     async with _within(), asyncio.TaskGroup() as group:
         for _ in range(40):
-            group.create_task(other.discovery._exchange_with(node.id, None, limit=256))
+            group.create_task(other.discovery.request(node.id, PROTOCOL_ID, PULL, limit_bytes=MAX_ANSWER_BYTES))
 
 
 async def test_further_protocol_is_answered_and_refused_by_its_owner(start: Start) -> None:
@@ -452,7 +453,7 @@ async def test_peers_on_one_network_find_one_another_by_mdns(key: SwarmKey | Non
         await user.wait_for_peer(LIMIT_S)
 
         async def is_met() -> bool:
-            return node._identity.peer_id in user._connected
+            return node._identity.peer_id in user.connected
 
         await _until(is_met)
     finally:
