@@ -26,6 +26,7 @@ import hmac
 import secrets
 import socket
 from collections import Counter
+from collections.abc import Callable
 from typing import cast
 
 import aiohttp
@@ -61,6 +62,12 @@ HANDSHAKE_TIMEOUT_S = 10.0
 MAX_UNAUTHENTICATED = 64
 """Connections per listener without a proven identity. 64 of them can hold 64 x 128 KiB of buffers."""
 
+NONCE_HEADER = "Fusion-Nonce"
+"""Of a request that is no opening handshake: 32 hexadecimal digits, which a peer leaves here to show that this port can
+be dialled (p2p.dial_back). Answered with 204 and the end of the connection."""
+
+NONCE_BYTES = 16
+
 CLOSE_TIMEOUT_S = 1.0
 """How long a closing side waits for the other's close frame. A frozen peer never answers."""
 
@@ -83,6 +90,9 @@ class WebSocketNetwork:
         gate: who may connect.
         version: of the protocol; another than the default only in tests.
         handshake_timeout_s, max_unauthenticated: see the constants.
+
+    Attributes:
+        on_nonce: takes what strangers have left here, and the address of this machine at which they did.
     """
 
     def __init__(
@@ -100,6 +110,7 @@ class WebSocketNetwork:
         self._gate = gate or OpenGate()
         self._handshake_timeout_s = handshake_timeout_s
         self._max_unauthenticated = max_unauthenticated
+        self.on_nonce: Callable[[bytes, str], None] = lambda nonce, local_host: None
 
     def path_of(self, address: str) -> PathKind:
         """See Network.path_of."""
@@ -134,7 +145,12 @@ class WebSocketNetwork:
         """See Network.listen."""
         host, port = split_address(address)
         listener = _WebSocketListener(
-            self._credentials, self._gate, on_link, self._handshake_timeout_s, self._max_unauthenticated
+            self._credentials,
+            self._gate,
+            on_link,
+            lambda nonce, local_host: self.on_nonce(nonce, local_host),
+            self._handshake_timeout_s,
+            self._max_unauthenticated,
         )
         await listener.bind(host, port)
         return listener
@@ -160,6 +176,7 @@ class _WebSocketListener:
         credentials: Credentials,
         gate: Gate,
         on_link: OnLink,
+        on_nonce: Callable[[bytes, str], None],
         handshake_timeout_s: float,
         max_unauthenticated: int,
     ) -> None:
@@ -167,6 +184,7 @@ class _WebSocketListener:
         self._refused = credentials.refused
         self._gate = gate
         self._on_link = on_link
+        self._on_nonce = on_nonce
         self._handshake_timeout_s = handshake_timeout_s
         self._max_unauthenticated = max_unauthenticated
         self._unauthenticated: dict[RequestHandler, asyncio.TimerHandle] = {}
@@ -245,6 +263,12 @@ class _WebSocketListener:
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         ws = web.WebSocketResponse(compress=False)
+        nonce = _nonce_of(request)
+        if request.path == path_for(self._credentials.psk) and nonce is not None:
+            self._on_nonce(nonce, str(request.get_extra_info("sockname", ("",))[0]))
+            taken = web.Response(status=204)
+            taken.force_close()
+            return taken
         if request.path != path_for(self._credentials.psk) or not ws.can_prepare(request):
             self._refused[str(LinkRefusal.MALFORMED)] += 1
             return web.Response(status=404, text="This port speaks the fusion-node data plane.\n")
@@ -484,6 +508,17 @@ async def _upgrade(session: aiohttp.ClientSession, host: str, port: int, address
 def _host_of(transport: asyncio.BaseTransport) -> str:
     remote = transport.get_extra_info("peername")
     return str(remote[0]) if remote else ""
+
+
+def _nonce_of(request: web.BaseRequest) -> bytes | None:
+    """What was left here; None for any other request, also one with a nonce of another length."""
+    digits = request.headers.get(NONCE_HEADER, "")
+    if len(digits) != 2 * NONCE_BYTES:
+        return None
+    try:
+        return bytes.fromhex(digits)
+    except ValueError:
+        return None
 
 
 def path_for(psk: bytes | None) -> str:

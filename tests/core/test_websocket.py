@@ -12,11 +12,13 @@ import aiohttp
 import pytest
 
 from fusion_node.errors import ConfigError, FusionError, PeerUnreachable, RemoteProtocolError
+from p2p.dial_back import deliver_to_data_plane
 from p2p.identity import Identity
 from p2p.messages import Ping
 from p2p.noise_core import MAX_SEGMENT_BYTES
+from p2p.reachability_verdict import Outcome
 from p2p.seam import Link, Listener
-from p2p.websocket import PATH, WebSocketNetwork, join_address, split_address
+from p2p.websocket import NONCE_HEADER, PATH, WebSocketNetwork, join_address, path_for, split_address
 
 PATIENCE_S = 20.0
 
@@ -127,6 +129,48 @@ async def test_authenticated_links_do_not_count_as_strangers() -> None:
             links.append(link)
         for link in links:
             await link.aclose()
+
+
+@pytest.mark.parametrize("psk", [None, bytes(32)])
+async def test_nonce_is_taken_and_costs_no_link(psk: bytes | None) -> None:
+    network = WebSocketNetwork(Identity.generate(), psk=psk, max_unauthenticated=1)
+    taken: list[tuple[bytes, str]] = []
+    network.on_nonce = lambda nonce, local_host: taken.append((nonce, local_host))
+    async with listening(network) as listener:
+        for number in range(3):
+            host, port = split_address(listener.address)
+            outcome = await deliver_to_data_plane(host, port, bytes([number] * 16), path=path_for(psk))
+            assert outcome is Outcome.DELIVERED
+            await until(lambda: not listener._unauthenticated)  # type: ignore[attr-defined]
+        assert taken == [(bytes([number] * 16), "127.0.0.1") for number in range(3)]
+        assert network.refused == {}
+
+
+async def test_nonce_of_a_stranger_to_a_private_swarm_is_not_taken() -> None:
+    network = WebSocketNetwork(Identity.generate(), psk=bytes(32))
+    network.on_nonce = lambda nonce, local_host: pytest.fail("taken")
+    async with listening(network) as listener:
+        host, port = split_address(listener.address)
+        assert await deliver_to_data_plane(host, port, bytes(16), path=PATH) is Outcome.BROKEN
+
+
+@pytest.mark.parametrize("text", ["", "00", "zz" * 16, "00" * 17])
+async def test_nonce_of_another_form_is_not_taken(text: str) -> None:
+    network = WebSocketNetwork(Identity.generate())
+    network.on_nonce = lambda nonce, local_host: pytest.fail("taken")
+    async with (
+        listening(network) as listener,
+        aiohttp.ClientSession() as session,
+        session.get(f"http://{listener.address}{PATH}", headers={NONCE_HEADER: text}) as answer,
+    ):
+        assert answer.status == 404
+
+
+async def test_nonce_for_a_port_at_which_nobody_listens_is_told_apart_from_one_that_is_not_taken() -> None:
+    async with listening(WebSocketNetwork(Identity.generate())) as listener:
+        host, port = split_address(listener.address)
+        assert await deliver_to_data_plane(host, port, bytes(16), path="/other") is Outcome.BROKEN
+    assert await deliver_to_data_plane(host, port, bytes(16), path=PATH) is Outcome.UNREACHABLE
 
 
 async def test_web_browser_gets_a_page_that_says_what_this_port_is() -> None:
