@@ -14,12 +14,24 @@ from fusion_node.errors import AddressInUse, ConfigError
 from fusion_node.types import PeerId, UnixS
 from p2p.addresses import PeerAddress, check_bindable, dialable_hosts, parse_listen
 from p2p.identity import Identity
-from p2p.invite import MAX_ADDRESSES_PER_PEER, MAX_INVITE_CHARACTERS, PREFIX, Invite, _checksum, parse_bootstrap
+from p2p.invite import (
+    MAX_ADDRESSES_PER_PEER,
+    MAX_INVITE_CHARACTERS,
+    PREFIX,
+    SECRET_PREFIX,
+    Invite,
+    _checksum,
+    parse_bootstrap,
+    swarm_key_of,
+)
+from p2p.swarm_key import SwarmKey
 
 NOW = UnixS(1_800_000_000.0)
 PEER = Identity.from_seed(b"a" * 32).peer_id
 EVERYWHERE = "0.0.0.0"  # noqa: S104  # nothing is bound to it here
 OTHER = Identity.from_seed(b"b" * 32).peer_id
+RELAY = Identity.from_seed(b"c" * 32).peer_id
+KEY = SwarmKey(bytes(range(32)))
 
 
 def address(host: str = "203.0.113.7", port: int = 4600, peer: PeerId = PEER) -> PeerAddress:
@@ -33,8 +45,19 @@ def crafted(body: object) -> str:
 
 def test_invite_with_one_address_is_short_and_read_back() -> None:
     text = Invite((address(),)).encode()
-    assert len(text) < 100
+    assert len(text) < 90
     assert Invite.parse(text, now=NOW) == Invite((address(),))
+
+
+def test_invite_with_a_key_looks_like_a_secret_and_shows_it_nowhere_else() -> None:
+    invite = Invite((address(),), UnixS(NOW + 10), KEY)
+    text = invite.encode()
+    assert text.startswith(SECRET_PREFIX)
+    assert len(text) < 150
+    assert Invite.parse(text, now=NOW) == invite
+    assert Invite((address(),)).encode().startswith(PREFIX)
+    assert repr(KEY.secret) not in repr(invite)
+    assert KEY.secret.hex() not in repr(invite)
 
 
 hosts = st.one_of(
@@ -44,18 +67,40 @@ hosts = st.one_of(
 
 @given(
     st.lists(
-        st.builds(PeerAddress.of, hosts, st.integers(1, 65535), st.sampled_from([PEER, OTHER])),
+        st.builds(
+            PeerAddress.of,
+            hosts,
+            st.integers(1, 65535),
+            st.sampled_from([PEER, OTHER]),
+            via=st.sampled_from([None, RELAY]),
+        ),
         min_size=1,
         max_size=MAX_ADDRESSES_PER_PEER,
         unique=True,
     ),
     st.one_of(st.none(), st.integers(int(NOW) + 1, 2**40)),
+    st.sampled_from([None, KEY]),
 )
-def test_invite_roundtrips(addresses: list[PeerAddress], expires_at: int | None) -> None:
-    invite = Invite(tuple(addresses), None if expires_at is None else UnixS(float(expires_at)))
+def test_invite_roundtrips(addresses: list[PeerAddress], expires_at: int | None, key: SwarmKey | None) -> None:
+    invite = Invite(tuple(addresses), None if expires_at is None else UnixS(float(expires_at)), key)
     parsed = Invite.parse(f"  {invite.encode()}\n", now=NOW)
     assert set(parsed.addresses) == set(addresses)
     assert parsed.expires_at == invite.expires_at
+    assert parsed.swarm_key == key
+
+
+def test_invite_to_more_than_there_is_room_for_keeps_the_first() -> None:
+    peers = [Identity.from_seed(bytes([number]) * 32).peer_id for number in range(20)]
+    addresses = tuple(
+        PeerAddress.of(f"host{number}.{'a' * 50}.example.org", 1, peer, via=RELAY)
+        for peer in peers
+        for number in range(6)
+    )
+    text = Invite(addresses, None, KEY).encode()
+    parsed = Invite.parse(text, now=NOW)
+    assert MAX_INVITE_CHARACTERS - 300 < len(text) <= MAX_INVITE_CHARACTERS
+    assert parsed.addresses == tuple(a for a in addresses if a in parsed.addresses)
+    assert parsed.addresses[:4] == addresses[:4]
 
 
 def test_invite_with_one_wrong_character_is_refused() -> None:
@@ -88,15 +133,24 @@ def test_invite_past_its_expiry_is_refused() -> None:
     "body",
     [
         [],
-        [None, []],
-        [None, [[b"k" * 31, [["203.0.113.7", 1]]]]],
-        [None, [[b"k" * 32, []]]],
-        [None, [[b"k" * 32, [["203.0.113.7", 0]]]]],
-        [None, [[b"k" * 32, [["not a host", 1]]]]],
-        [None, [[b"k" * 32, [["203.0.113.7", 1]] * 5]]],
-        [None, [[b"k" * 32, [["203.0.113.7", 1]]]] * 9],
-        [None, [[b"k" * 32, [["203.0.113.7", 1]]]], "more"],
-        [-1, [[b"k" * 32, [["203.0.113.7", 1]]]]],
+        [None, [[b"k" * 32, [[b"1234", 1]]]]],
+        [None, None, []],
+        [None, None, [[b"k" * 31, [[b"1234", 1]]]]],
+        [None, None, [[b"k" * 32, []]]],
+        [None, None, [[b"k" * 32, [[b"1234", 0]]]]],
+        [None, None, [[b"k" * 32, [[None, 1, "not a host"]]]]],
+        [None, None, [[b"k" * 32, [[b"12345", 1]]]]],
+        [None, None, [[b"k" * 32, [[b"123", 1]]]]],
+        [None, None, [[b"k" * 32, [[None, 1]]]]],
+        [None, None, [[b"k" * 32, [[b"1234", 1, "a.io"]]]]],
+        [None, None, [[b"k" * 32, [[b"1234", 1, None, b"r" * 31]]]]],
+        [None, None, [[b"k" * 32, [[b"1234", 1, None, b"k" * 32]]]]],  # its own relay
+        [None, None, [[b"k" * 32, [[b"1234", 1, None, b"r" * 32, "more"]]]]],
+        [None, None, [[b"k" * 32, [[b"1234", 1]] * 5]]],
+        [None, None, [[b"k" * 32, [[b"1234", 1]]]] * 9],
+        [None, None, [[b"k" * 32, [[b"1234", 1]]]], "more"],
+        [None, b"k" * 31, [[b"k" * 32, [[b"1234", 1]]]]],
+        [-1, None, [[b"k" * 32, [[b"1234", 1]]]]],
     ],
 )
 def test_invite_with_a_valid_checksum_over_nonsense_is_refused(body: object) -> None:
@@ -112,6 +166,30 @@ def test_invite_without_addresses_cannot_be_made() -> None:
 def test_bootstrap_takes_multiaddrs_and_invites_without_duplicates() -> None:
     invite = Invite((address(), address(peer=OTHER))).encode()
     assert parse_bootstrap([str(address()), invite], now=NOW) == (address(), address(peer=OTHER))
+
+
+def test_key_is_taken_from_an_invite_unless_it_contradicts_another() -> None:
+    public, private = Invite((address(),)).encode(), Invite((address(),), None, KEY).encode()
+    other = Invite((address(),), None, SwarmKey(bytes(32))).encode()
+    assert swarm_key_of([public, str(address())], None, now=NOW) is None
+    assert swarm_key_of([public, private, private], None, now=NOW) == KEY
+    assert swarm_key_of([str(address())], KEY, now=NOW) == KEY
+    assert swarm_key_of([private], KEY, now=NOW) == KEY
+    for texts, key in (([private, other], None), ([other], KEY)):
+        with pytest.raises(ConfigError, match="different private swarms") as raised:
+            swarm_key_of(texts, key, now=NOW)
+        assert KEY.secret.hex() not in str(raised.value)
+    with pytest.raises(ConfigError, match="mistyped"):
+        swarm_key_of([private[:-1]], None, now=NOW)
+
+
+def test_what_is_almost_an_invite_is_not_quoted() -> None:
+    """One character short at the beginning, as when a line is copied carelessly: it still holds the key."""
+    text = Invite((address(),), None, KEY).encode()
+    for wrong in (text[1:], f"peer={text}", text + "0", text[:-1]):
+        with pytest.raises(ConfigError) as raised:
+            parse_bootstrap([wrong], now=NOW)
+        assert text[30:40] not in str(raised.value)
 
 
 @pytest.mark.parametrize("text", ["", "127.0.0.1:4600", "http://example.org", PEER, "fusion2abc"])
