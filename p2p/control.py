@@ -14,6 +14,8 @@ from fusion_node.errors import FusionError
 from fusion_node.types import PeerId
 from p2p.addresses import PeerAddress
 from p2p.reachability_verdict import Observation, Outcome
+from p2p.seam import PathKind
+from p2p.stream_pipe import StreamPipe
 from p2p.swarm_key import SwarmKey
 
 
@@ -21,6 +23,64 @@ class ControlPlaneDown(FusionError):
     """The libp2p part of this program has stopped. It is started again by itself; try again in some seconds."""
 
     retryable = True
+
+
+@dataclass(frozen=True, slots=True)
+class RelayLimits:
+    """What a relay carries for others. The defaults are for a machine at home that is mostly on.
+
+    A circuit that reaches a limit ends; its peers make another one, and their links go on where they were.
+    """
+
+    rate_Bps: float | None = None
+    """All circuits together; None leaves it to the line."""
+    circuit_bytes: int = 16 << 30
+    """In both directions. A token of a large model takes 16 KiB per direction: half a million tokens."""
+    circuit_s: float = 24 * 3600.0
+    """A conversation of a day. It only bounds what is forgotten: an idle circuit costs a ping per half minute."""
+    max_circuits: int = 64
+    """Each may hold two windows of 1 MiB while its ends read slowly."""
+    max_circuits_per_peer: int = 16
+    """Of either end: a node that sixteen users reach through one relay should have others too."""
+    max_reservations: int = 128
+    """Each keeps a connection open, 60 KB."""
+    max_reservations_per_host: int = 8
+    """Nodes behind one address: a household, and not somebody with many keys."""
+
+
+@dataclass(frozen=True, slots=True)
+class RelayCounts:
+    """What a relay does now, and has carried."""
+
+    num_reservations: int
+    num_circuits: int
+    carried_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class HolePunching:
+    """How making the relayed connection with one peer direct has gone."""
+
+    num_tried: int
+    is_direct: bool
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedStream:
+    """Over what an opened stream runs."""
+
+    path: PathKind
+    remote_address: str
+
+
+@dataclass(frozen=True, slots=True)
+class IncomingStream:
+    """A stream that a peer, whom the library has authenticated, has opened for the data plane."""
+
+    peer: PeerId
+    path: PathKind
+    remote_address: str
+    pipe: StreamPipe
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +96,8 @@ class HostConfig:
     """Ids of the one-request-one-answer protocols that are answered, with the largest request of each in bytes."""
     swarm_key: SwarmKey | None = field(default=None, repr=False)
     """Who does not have it gets no connection. None for the public swarm."""
+    relay: RelayLimits | None = None
+    """What is carried for others; None carries nothing."""
 
 
 Answer: TypeAlias = Callable[[bytes | None], None]
@@ -54,6 +116,12 @@ class HostHooks:
     """A peer's first connection has opened (True), or its last one has closed (False)."""
     on_reached: Callable[[bytes, str], None] = lambda nonce, local_host: None
     """Somebody has brought 16 bytes to the listener, at this address of the machine. Nothing is known of who."""
+    on_stream: Callable[[IncomingStream], None] = lambda stream: None
+    """A peer has opened a stream for the data plane."""
+    on_path: Callable[[PeerId, PathKind], None] = lambda peer, path: None
+    """The best connection with a peer is now of this kind, and was of another one."""
+    on_relay_lost: Callable[[PeerId], None] = lambda peer: None
+    """A relay at which this host has a reservation has gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +177,34 @@ class ControlNode(Protocol):
 
     async def request(self, peer: PeerId, protocol: str, request: bytes, *, limit_bytes: int) -> bytes:
         """Sends one request to a connected peer, and returns its answer of at most ``limit_bytes``."""
+        ...
+
+    async def open_stream(self, peer: PeerId, address: PeerAddress | None, pipe: StreamPipe) -> OpenedStream:
+        """Opens a stream for the data plane over the best connection that the address stands for, and pumps it.
+
+        Args:
+            address: None for whichever connection there is.
+        """
+        ...
+
+    async def accept_streams(self, accepting: bool) -> None:
+        """Whether streams for the data plane are accepted from others; not at first."""
+        ...
+
+    async def reserve(self, relay: PeerAddress) -> float:
+        """Has the relay accept connections for this host, or go on doing so. Returns for how many seconds it will."""
+        ...
+
+    async def release(self, relay: PeerId) -> None:
+        """Accepts nothing more through that relay."""
+        ...
+
+    async def relay_counts(self) -> RelayCounts | None:
+        """None when this host is no relay."""
+        ...
+
+    async def hole_punching(self) -> dict[PeerId, HolePunching]:
+        """How it went with each peer with which it was tried lately."""
         ...
 
     async def join_dht(self, peer: PeerId) -> None:

@@ -11,11 +11,22 @@ import trio
 from libp2p.network.exceptions import SwarmException
 from libp2p.peer.id import ID
 
+from p2p.addresses import PeerAddress
+from p2p.libp2p_adapter.circuits import Circuits
+from p2p.libp2p_adapter.connections import best_first, direct, relay_of
+from p2p.libp2p_adapter.multiaddrs import is_circuit, multiaddr_of
+
 DIAL_TIMEOUT_S = 5.0
 """TCP, Noise and yamux take four round trips: 1.2 s over the longest path on Earth, and a margin for a busy node."""
 
 DIAL_STAGGER_S = 0.25
 """Between starting to dial one address and the next (RFC 8305 "Happy Eyeballs", §5: Connection Attempt Delay)."""
+
+DIRECT_ALONE_S = 1.0
+"""The head start of direct addresses over those through relays: a dial over 300 ms of round trip fits."""
+
+CIRCUIT_TIMEOUT_S = 10.0
+"""To the relay, through it, and the handshake."""
 
 UNREACHABLE_S = 10.0
 """How long a look-up skips a peer that did not answer (trap 10). The library's 60 s hide a peer that is back."""
@@ -28,9 +39,10 @@ log = logging.getLogger(__name__)
 class Dialer:
     """Dials for everybody in this host: the library's own look-ups go through it too (traps 5, 10)."""
 
-    def __init__(self, host: Any) -> None:
+    def __init__(self, host: Any, circuits: Circuits) -> None:
         self._host = host
         self._swarm = host.get_network()
+        self._circuits = circuits
         self._dialing: dict[ID, trio.Event] = {}
         self._unreachable_until: dict[ID, float] = {}
         self._swarm.dial_peer = self._dial_known_peer
@@ -44,11 +56,48 @@ class Dialer:
         self._unreachable_until.pop(their_id, None)
         await self._dial(their_id, addresses)
 
+    async def connection_for(self, their_id: ID, address: PeerAddress | None) -> Any:
+        """The best connection that an address stands for: a direct one where there is one, or else as it says.
+
+        Args:
+            address: None for the connections that there are.
+
+        Raises:
+            SwarmException, FusionError, trio.TooSlowError: there is none, and none can be made.
+        """
+        if their_id == self._host.get_id():
+            raise SwarmException("this is the own peer id")
+        connections = best_first(self._swarm.get_connections(their_id))
+        if connections and (address is None or relay_of(connections[0]) is None):
+            return connections[0]
+        if address is None:
+            raise SwarmException("there is no connection with it")
+        if address.via is not None:
+            via = ID.from_base58(address.via)
+            for connection in connections:
+                if relay_of(connection) == via:
+                    return connection
+        return await self._dial_one(multiaddr_of(address), their_id)
+
+    async def _dial_one(self, address: multiaddr.Multiaddr, their_id: ID) -> Any:
+        before, circuit, _ = str(address).partition("/p2p-circuit")
+        if not circuit:
+            with trio.fail_after(DIAL_TIMEOUT_S):
+                return await self._swarm.dial_addr(address, their_id)
+        to_relay, _, relay = before.rpartition("/p2p/")
+        relay_id = ID.from_base58(relay)
+        if not direct(self._swarm.get_connections(relay_id)):
+            with trio.fail_after(DIAL_TIMEOUT_S):
+                await self._swarm.dial_addr(multiaddr.Multiaddr(to_relay), relay_id)
+        return await self._circuits.dial(relay_id, their_id)
+
     async def _dial_known_peer(self, their_id: ID) -> list[Any]:
         """Replaces Swarm.dial_peer, through which the DHT dials whom it has heard of."""
         if trio.current_time() < self._unreachable_until.get(their_id, 0.0):
             raise SwarmException("did not answer a moment ago")
-        await self._dial(their_id, self._host.get_peerstore().addrs(their_id))
+        # A look-up asks tens of peers: not worth a relay's time, and those who need one do not serve the DHT.
+        known = self._host.get_peerstore().addrs(their_id)
+        await self._dial(their_id, [address for address in known if not is_circuit(address)])
         return list(self._swarm.get_connections(their_id))
 
     async def _dial(self, their_id: ID, addresses: Sequence[multiaddr.Multiaddr]) -> None:
@@ -83,21 +132,31 @@ class Dialer:
         return ": it belongs to another swarm than the one of this key, or is not there"
 
     async def _dial_staggered(self, their_id: ID, addresses: Sequence[multiaddr.Multiaddr]) -> None:
-        with trio.move_on_after(DIAL_TIMEOUT_S + DIAL_STAGGER_S * len(addresses)):
+        """Those through relays only after DIRECT_ALONE_S, or when all direct ones have failed."""
+        ordered = sorted(addresses, key=is_circuit)
+        with trio.move_on_after(DIAL_TIMEOUT_S + DIAL_STAGGER_S * len(addresses) + CIRCUIT_TIMEOUT_S):
             async with trio.open_nursery() as nursery:
-                for address in addresses:
+                direct_left = [address for address in ordered if not is_circuit(address)]
+                directs_failed = trio.Event()
+                for address in ordered:
                     failed = trio.Event()
 
                     async def attempt(address: multiaddr.Multiaddr = address, failed: trio.Event = failed) -> None:
                         try:
-                            with trio.fail_after(DIAL_TIMEOUT_S):
-                                await self._swarm.dial_addr(address, their_id)
+                            await self._dial_one(address, their_id)
                         except Exception as error:  # noqa: BLE001  # the library raises whatever its parts raise
                             log.debug("dialling %s failed: %r", address, error)
                             failed.set()
+                            if address in direct_left:
+                                direct_left.remove(address)
+                            if not direct_left:
+                                directs_failed.set()
                         else:
                             nursery.cancel_scope.cancel()
 
+                    if is_circuit(address) and direct_left:
+                        with trio.move_on_after(DIRECT_ALONE_S):
+                            await directs_failed.wait()
                     nursery.start_soon(attempt)
                     with trio.move_on_after(DIAL_STAGGER_S):
                         await failed.wait()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from types import ModuleType
 from typing import Any
 
 import libp2p.kad_dht.common as kad_common
@@ -27,14 +26,15 @@ from libp2p.rcmgr.manager import ResourceLimits
 from libp2p.security.noise.transport import PROTOCOL_ID as NOISE_ID
 from libp2p.security.noise.transport import Transport as NoiseTransport
 from libp2p.stream_muxer.yamux.yamux import PROTOCOL_ID as YAMUX_ID
-from libp2p.stream_muxer.yamux.yamux import Yamux
 from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 
 from p2p.addresses import dialable_hosts
 from p2p.control import HostConfig
 from p2p.libp2p_adapter.dialing import DIAL_TIMEOUT_S
 from p2p.libp2p_adapter.multiaddrs import parts_of, tcp
+from p2p.libp2p_adapter.muxing import BoundedYamux
 from p2p.libp2p_adapter.private_network import protected
+from p2p.libp2p_adapter.rebinding import rebind
 
 KAD_PROTOCOL = TProtocol("/fusion/kad/1.0.0")
 MAX_MULTISTREAM_BYTES = 64 * 1024
@@ -78,24 +78,16 @@ async def _read_delim(reader: Any) -> bytes:
     return frame[:-1]
 
 
-def _rebind(name: str, value: object, *modules: ModuleType) -> None:
-    """Changes a constant in every module that has imported it. A name that is gone is our error, at import."""
-    for module in modules:
-        if not hasattr(module, name):
-            raise ImportError(f"{module.__name__} has no {name}: this libp2p is not the one that was hardened")
-        setattr(module, name, value)
-
-
 multiselect_communicator.read_delim = _read_delim
-_rebind(
+rebind(
     "PROTOCOL_ID", KAD_PROTOCOL, kad_common, kad_dht, kad_peer_routing, kad_provider_store, kad_value_store
 )  # trap 7: its protocol_prefix argument does nothing
-_rebind("MAX_DHT_MESSAGE_SIZE", MAX_DHT_MESSAGE_BYTES, kad_dht, kad_peer_routing, kad_provider_store, kad_value_store)
-_rebind("QUERY_TIMEOUT", DHT_QUERY_TIMEOUT_S, kad_dht, kad_peer_routing, kad_provider_store)
-_rebind("MAX_VALUE_STORE_SIZE", MAX_DHT_VALUES, kad_value_store)
-_rebind("BUCKET_SIZE", MAX_PROVIDERS_PER_KEY, kad_provider_store)
-_rebind("PROVIDER_RECORD_EXPIRATION_INTERVAL", PROVIDER_TTL_S, kad_provider_store)
-_rebind("new_protected_conn", protected, libp2p_swarm)  # traps 21 to 24
+rebind("MAX_DHT_MESSAGE_SIZE", MAX_DHT_MESSAGE_BYTES, kad_dht, kad_peer_routing, kad_provider_store, kad_value_store)
+rebind("QUERY_TIMEOUT", DHT_QUERY_TIMEOUT_S, kad_dht, kad_peer_routing, kad_provider_store)
+rebind("MAX_VALUE_STORE_SIZE", MAX_DHT_VALUES, kad_value_store)
+rebind("BUCKET_SIZE", MAX_PROVIDERS_PER_KEY, kad_provider_store)
+rebind("PROVIDER_RECORD_EXPIRATION_INTERVAL", PROVIDER_TTL_S, kad_provider_store)
+rebind("new_protected_conn", protected, libp2p_swarm)  # traps 21 to 24
 
 
 def make_host(config: HostConfig, listen: list[multiaddr.Multiaddr]) -> Any:
@@ -115,7 +107,7 @@ def make_host(config: HostConfig, listen: list[multiaddr.Multiaddr]) -> Any:
         listen_addrs=listen or None,
         # Trap 1: without this, plaintext and secio are on offer and anybody can be anybody. Trap 3: no QUIC.
         sec_opt={TProtocol(NOISE_ID): NoiseTransport(key_pair, noise_privkey=create_new_x25519_key_pair().private_key)},
-        muxer_opt={TProtocol(YAMUX_ID): Yamux},
+        muxer_opt={TProtocol(YAMUX_ID): BoundedYamux},
         enable_quic=False,
         psk=None if config.swarm_key is None else config.swarm_key.pnet_psk.hex(),
         resource_manager=resources,

@@ -14,7 +14,14 @@ MAX_ADDRESSES_PER_PEER = 8
 
 
 def multiaddr_of(address: PeerAddress) -> multiaddr.Multiaddr:
-    return multiaddr.Multiaddr(f"/{address.kind}/{address.host}/tcp/{address.port}")
+    """As the library dials it: without the peer's id, which is given beside it; through a relay, as it is."""
+    text = str(address)
+    return multiaddr.Multiaddr(text if address.via is not None else text.rpartition("/p2p/")[0])
+
+
+def is_circuit(address: multiaddr.Multiaddr) -> bool:
+    """Whether it leads through a relay."""
+    return "/p2p-circuit" in str(address)
 
 
 def tcp(host: str, port: int) -> str:
@@ -38,6 +45,10 @@ def peer_addresses(their_id: ID, addresses: Sequence[multiaddr.Multiaddr]) -> li
     found = []
     for address in addresses[:MAX_ADDRESSES_PER_PEER]:
         try:
+            if is_circuit(address):
+                relay = str(address).partition("/p2p-circuit")[0]
+                found.append(PeerAddress.parse(f"{relay}/p2p-circuit/p2p/{their_id.to_base58()}"))
+                continue
             kind, host, port = parts_of(address)
             found.append(PeerAddress.parse(f"/{kind}/{host}/tcp/{port}/p2p/{their_id.to_base58()}"))
         except (ConfigError, ValueError):

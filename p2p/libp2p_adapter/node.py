@@ -11,24 +11,49 @@ from libp2p.peer.id import ID
 
 from fusion_node.types import PeerId
 from p2p.addresses import PeerAddress
-from p2p.control import ConnectionEnds, FoundPeer, HostConfig, HostHooks
+from p2p.control import (
+    ConnectionEnds,
+    FoundPeer,
+    HolePunching,
+    HostConfig,
+    HostHooks,
+    OpenedStream,
+    RelayCounts,
+)
+from p2p.libp2p_adapter.circuits import Circuits
+from p2p.libp2p_adapter.connections import best_first, path_of
 from p2p.libp2p_adapter.dialing import Dialer
+from p2p.libp2p_adapter.hole_punching import HolePuncher
 from p2p.libp2p_adapter.kademlia import Dht
 from p2p.libp2p_adapter.messages import translated
 from p2p.libp2p_adapter.multiaddrs import multiaddr_of, parts_of
 from p2p.libp2p_adapter.reached import bring_nonce, ends_of_connection, probe
+from p2p.libp2p_adapter.relay import Relay
 from p2p.libp2p_adapter.requests import Requests
+from p2p.libp2p_adapter.streams import Streams
 from p2p.reachability_verdict import Observation, Outcome
+from p2p.seam import PathKind
+from p2p.stream_pipe import StreamPipe
 
 
 class Libp2pNode:
     """The running host. See p2p.control.ControlNode; every method runs under trio."""
 
-    def __init__(self, host: Any, dht: Any, config: HostConfig, hooks: HostHooks) -> None:
+    def __init__(self, host: Any, dht: Any, config: HostConfig, hooks: HostHooks, tasks: trio.Nursery) -> None:
         self._host = host
-        self._dialer = Dialer(host)
+        self._relay = None if config.relay is None else Relay(host, config.relay)
+        self._holes = HolePuncher(host, tasks)
+        self._circuits = Circuits(host, on_relay_lost=hooks.on_relay_lost, on_circuit=self._holes.start)
+        self._dialer = Dialer(host, self._circuits)
         self._dht = Dht(host, dht, hooks.sequence_of)
         self._requests = Requests(host, config.protocols, hooks.on_request)
+        self._streams = Streams(host, self._dialer, tasks, hooks.on_stream)
+
+    def connection_gone(self, their_id: ID) -> None:
+        """Told of every connection that has ended."""
+        self._circuits.disconnected(their_id)
+        if self._relay is not None:
+            self._relay.disconnected(their_id)
 
     async def listening(self) -> list[tuple[str, int]]:
         return [(host, port) for _, host, port in map(parts_of, self._host.get_transport_addrs())]
@@ -51,6 +76,27 @@ class Libp2pNode:
     async def probe(self, host: str, port: int, source: tuple[str, int]) -> Observation | None:
         return await probe(self._host.get_network(), host, port, source)
 
+    async def open_stream(self, peer: PeerId, address: PeerAddress | None, pipe: StreamPipe) -> OpenedStream:
+        return await self._streams.open(peer, address, pipe)
+
+    async def accept_streams(self, accepting: bool) -> None:
+        self._streams.accept(accepting)
+
+    async def reserve(self, relay: PeerAddress) -> float:
+        relay_id = ID.from_base58(relay.peer)
+        with translated(relay.peer):
+            await self._dialer.connection_for(relay_id, relay)
+            return await self._circuits.reserve(relay_id)
+
+    async def release(self, relay: PeerId) -> None:
+        self._circuits.release(ID.from_base58(relay))
+
+    async def relay_counts(self) -> RelayCounts | None:
+        return None if self._relay is None else self._relay.counts
+
+    async def hole_punching(self) -> dict[PeerId, HolePunching]:
+        return dict(self._holes.results)
+
     async def request(self, peer: PeerId, protocol: str, request: bytes, *, limit_bytes: int) -> bytes:
         return await self._requests.request(peer, protocol, request, limit_bytes=limit_bytes)
 
@@ -71,20 +117,34 @@ class Libp2pNode:
 
 
 class Connections(INotifee):  # type: ignore[misc]
-    """Tells the owner of each peer's first connection and last disconnection."""
+    """Tells the owner of each peer's first connection and last disconnection, and over what the best one runs.
 
-    def __init__(self, on_connection: Callable[[PeerId, bool], None]) -> None:
+    Attributes:
+        on_gone: called with the peer of every connection that has ended.
+    """
+
+    def __init__(
+        self, on_connection: Callable[[PeerId, bool], None], on_path: Callable[[PeerId, PathKind], None]
+    ) -> None:
         self._on_connection = on_connection
+        self._on_path = on_path
+        self._paths: dict[ID, PathKind] = {}
+        self.on_gone: Callable[[ID], None] = lambda their_id: None
 
     async def connected(self, network: Any, conn: Any) -> None:
-        self._on_connection(PeerId(conn.muxed_conn.peer_id.to_base58()), True)
+        their_id = conn.muxed_conn.peer_id
+        self._on_connection(PeerId(their_id.to_base58()), True)
+        self._look(their_id, network.get_connections(their_id))
 
     async def disconnected(self, network: Any, conn: Any) -> None:
         their_id = conn.muxed_conn.peer_id
         # Trap 13: when the other side closes first, it forgets the connection and leaves the socket open.
         await conn.muxed_conn.secured_conn.close()
-        if not [other for other in network.get_connections(their_id) if other is not conn]:
+        others = [other for other in network.get_connections(their_id) if other is not conn]
+        self._look(their_id, others)
+        if not others:
             self._on_connection(PeerId(their_id.to_base58()), False)
+        self.on_gone(their_id)
 
     async def opened_stream(self, network: Any, stream: Any) -> None: ...
 
@@ -93,3 +153,11 @@ class Connections(INotifee):  # type: ignore[misc]
     async def listen(self, network: Any, multiaddr: Any) -> None: ...
 
     async def listen_close(self, network: Any, multiaddr: Any) -> None: ...
+
+    def _look(self, their_id: ID, connections: Sequence[Any]) -> None:
+        before = self._paths.pop(their_id, None)
+        usable = best_first(connections)
+        if usable:
+            self._paths[their_id] = now = path_of(usable[0])
+            if before is not None and before is not now:
+                self._on_path(PeerId(their_id.to_base58()), now)

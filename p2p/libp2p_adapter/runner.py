@@ -86,16 +86,20 @@ class Libp2pRunner:
 async def _running_node(config: HostConfig, hooks: HostHooks) -> AsyncIterator[Libp2pNode]:
     listen = [multiaddr.Multiaddr(tcp(host, port)) for host, port in config.listen]
     host = make_host(config, listen)
-    host.get_network().register_notifee(Connections(hooks.on_connection))
+    connections = Connections(hooks.on_connection, hooks.on_path)
+    host.get_network().register_notifee(connections)
     take_nonces(host, hooks.on_reached)
     async with host.run(listen):
         if len(host.get_network().listeners) != len(listen):  # it only logs what it could not bind
             raise AddressInUse("an address to listen on was taken by another program just now: try again")
         dht = make_dht(host, hooks.sequence_of, serve=config.serve)
-        async with background_trio_service(dht):
+        async with background_trio_service(dht), trio.open_nursery() as tasks:
             try:
-                yield Libp2pNode(host, dht, config, hooks)
+                node = Libp2pNode(host, dht, config, hooks, tasks)
+                connections.on_gone = node.connection_gone
+                yield node
             finally:
+                tasks.cancel_scope.cancel()
                 # It leaves connections to the garbage collector, and the peers in doubt.
                 with trio.CancelScope(deadline=trio.current_time() + 1.0, shield=True):
                     async with trio.open_nursery() as nursery:
