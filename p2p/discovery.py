@@ -49,6 +49,7 @@ from p2p.membership_core import (
     Membership,
     Met,
     Moment,
+    NamedPeer,
     Notice,
     SaveBook,
     Silence,
@@ -262,6 +263,16 @@ class Discovery:
     def clock_offset_s(self) -> float | None:
         """By how much our peers' clocks are ahead of ours, in the middle; None while fewer than three are known."""
         return self._core.clock_offset_s
+
+    @property
+    def num_clocks(self) -> int:
+        """How many peers have told the time lately."""
+        return self._core.num_clocks
+
+    @property
+    def named_peers(self) -> list[NamedPeer]:
+        """The peers that this process was told to enter the swarm by."""
+        return self._core.named
 
     @property
     def num_nodes_estimated(self) -> int:

@@ -154,6 +154,16 @@ class WayIn:
     addresses: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class NamedPeer:
+    """What has become of a peer named by the user; ``problem`` is why the last dial failed, empty when none has."""
+
+    peer: PeerId
+    addresses: tuple[str, ...]
+    is_connected: bool
+    problem: str
+
+
 # What the shell is to do.
 
 
@@ -287,6 +297,7 @@ class _Contact:
     is_dialling: bool = False
     num_failures: int = 0
     not_before_s: float = 0.0
+    last_failure: str = ""
 
 
 @dataclass(slots=True)
@@ -397,6 +408,15 @@ class Membership:
         return named + [text for entry in self.book.entries() for text in entry.addresses if text not in named]
 
     @property
+    def named(self) -> list[NamedPeer]:
+        """The peers named by the user."""
+        return [
+            NamedPeer(peer, each.addresses, peer in self._connections, each.last_failure)
+            for peer, each in self._contacts.items()
+            if each.is_named
+        ]
+
+    @property
     def is_large(self) -> bool:
         """Whether the swarm is too large to know everybody."""
         return self._samples
@@ -411,6 +431,11 @@ class Membership:
         """By how much the clocks of our peers are ahead of ours, in the middle; None while fewer than three have told
         theirs. No single peer's clock is believed."""
         return statistics.median(self._offsets.values()) if len(self._offsets) >= MIN_OFFSETS else None
+
+    @property
+    def num_clocks(self) -> int:
+        """How many peers have told the time lately."""
+        return len(self._offsets)
 
     # Being driven.
 
@@ -764,6 +789,7 @@ class Membership:
         if contact.is_named and not contact.num_failures:
             self._note(f"bootstrap peer {short(peer)} does not answer, trying on: {error}", is_warning=True)
         contact.num_failures += 1
+        contact.last_failure = error
         is_urgent = contact.is_named and not self.has_met
         longest_s = REDIAL_MAX_S if is_urgent else REDIAL_MAX_MET_S
         pause_s = min(REDIAL_FIRST_S * 2.0 ** min(contact.num_failures, 12), longest_s)

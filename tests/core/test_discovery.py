@@ -172,6 +172,18 @@ async def test_user_that_has_lost_its_peers_says_so_and_waits_for_one() -> None:
         await user.wait_for_peer(PATIENCE_S)
 
 
+async def test_a_named_peer_is_told_of_with_why_it_does_not_answer() -> None:
+    world = World()
+    async with user_of(world) as user:
+        await until(lambda: bool(user.named_peers[0].problem))
+        (named,) = user.named_peers
+        assert (named.peer, named.addresses, named.is_connected) == (FIRST.peer_id, (address_of(FIRST),), False)
+        assert "cannot reach" in named.problem
+        world.add(FIRST)
+        await user.wait_for_peer(PATIENCE_S)
+        assert user.named_peers[0].is_connected
+
+
 async def test_user_that_has_lost_its_only_peer_enters_through_a_node_that_it_knows() -> None:
     world = World()
     world.add(FIRST, record_of(SECOND))
