@@ -98,6 +98,8 @@ class HostConfig:
     """Who does not have it gets no connection. None for the public swarm."""
     relay: RelayLimits | None = None
     """What is carried for others; None carries nothing."""
+    accepts_streams: bool = False
+    """Whether streams for the data plane are accepted from the start; see ControlNode.accept_streams."""
 
 
 Answer: TypeAlias = Callable[[bytes | None], None]
@@ -188,7 +190,7 @@ class ControlNode(Protocol):
         ...
 
     async def accept_streams(self, accepting: bool) -> None:
-        """Whether streams for the data plane are accepted from others; not at first."""
+        """Whether streams for the data plane are accepted from others from now on."""
         ...
 
     async def reserve(self, relay: PeerAddress) -> float:

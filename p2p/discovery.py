@@ -36,7 +36,15 @@ from fusion_node.types import ModelId, MonotonicS, PeerId, UnixS
 from fusion_node.wire import WireError
 from p2p.addresses import PeerAddress, check_bindable, dialable_hosts, is_loopback, parse_announce, parse_listen
 from p2p.bridge import Bridge, Runner
-from p2p.control import Answer, ControlNode, ControlPlaneDown, HostConfig, HostHooks
+from p2p.control import (
+    Answer,
+    ControlNode,
+    ControlPlaneDown,
+    HostConfig,
+    HostHooks,
+    IncomingStream,
+    RelayLimits,
+)
 from p2p.identity import Identity, short
 from p2p.invite import Invite, parse_bootstrap
 from p2p.mdns import LanDiscovery
@@ -59,6 +67,7 @@ from p2p.peer_book import PeerBook, load, save
 from p2p.publication_core import Publish
 from p2p.record_exchange import MAX_ANSWER_BYTES, MAX_REQUEST_BYTES, PROTOCOL_ID, RecordExchange
 from p2p.records import NodeRecord, RecordTable, Refusal, open_record
+from p2p.seam import PathKind
 from p2p.swarm_key import SwarmKey
 
 EXCHANGE_TIMEOUT_S = 5.0
@@ -195,6 +204,7 @@ class Discovery:
     Args:
         protocols: further requests that are answered here; see also ``add_protocol``.
         swarm_key: what every member of a private swarm has; None for the public swarm.
+        relay: what this process carries for others; None carries nothing.
 
     Attributes:
         on_peer_met: each is called in the event loop when a peer has answered or asked for the first time on the
@@ -202,6 +212,12 @@ class Discovery:
         on_connection: each is called in the event loop with a peer, and whether it is connected now or not any more.
         extra_addresses: each gives further addresses under which this process can be dialled, as those at a relay.
         is_announced: which of the addresses that the listeners have are told to others: those that can be dialled.
+        on_stream: called in the event loop with every stream for the data plane that a peer opens; None while nobody
+            wants them.
+        on_path: each is called in the event loop with a peer with which the best connection is now over another path.
+        on_relay_lost: each is called in the event loop with a relay that has gone, at which this process had a
+            reservation.
+        on_down: each is called in the event loop when the thread of the host has ended, with all that ran over it.
     """
 
     def __init__(
@@ -211,14 +227,20 @@ class Discovery:
         *,
         protocols: Sequence[RequestProtocol] = (),
         swarm_key: SwarmKey | None = None,
+        relay: RelayLimits | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._protocols = {protocol.id: protocol for protocol in protocols}
         self._swarm_key = swarm_key
+        self._relay = relay
         self.on_peer_met: list[Callable[[PeerId], None]] = []
         self.on_connection: list[Callable[[PeerId, bool], None]] = []
         self.extra_addresses: list[Callable[[], Sequence[PeerAddress]]] = []
         self.is_announced: Callable[[PeerAddress], bool] = lambda address: True
+        self.on_stream: Callable[[IncomingStream], None] | None = None
+        self.on_path: list[Callable[[PeerId, PathKind], None]] = []
+        self.on_relay_lost: list[Callable[[PeerId], None]] = []
+        self.on_down: list[Callable[[], None]] = []
         self._identity = identity
         self._config = config
         self._clock = clock
@@ -478,6 +500,7 @@ class Discovery:
     def _host_down(self) -> None:
         """When the thread goes down, and not when it is back: by then it may have told of new connections."""
         self._core.host_down()
+        _tell(self.on_down)
         self._pump()
 
     def _resume(self) -> None:
@@ -684,8 +707,22 @@ class Discovery:
             protocols={PROTOCOL_ID: MAX_REQUEST_BYTES}
             | {protocol.id: protocol.max_request_bytes for protocol in self._protocols.values()},
             swarm_key=self._swarm_key,
+            relay=self._relay,
+            accepts_streams=self.on_stream is not None,
         )
-        return Libp2pRunner(config, HostHooks(self._sequence_of, self._on_request, self._on_connection))
+        hooks = HostHooks(
+            self._sequence_of,
+            self._on_request,
+            self._on_connection,
+            on_stream=lambda stream: self._post(self._take_stream, stream),
+            on_path=lambda peer, path: self._post(_tell, self.on_path, peer, path),
+            on_relay_lost=lambda relay: self._post(_tell, self.on_relay_lost, relay),
+        )
+        return Libp2pRunner(config, hooks)
+
+    def _take_stream(self, stream: IncomingStream) -> None:
+        if self.on_stream is not None:
+            self.on_stream(stream)
 
     def _own_addresses(self) -> list[PeerAddress]:
         listening = [
@@ -709,6 +746,11 @@ class Discovery:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _tell(listeners: Sequence[Callable[..., None]], *arguments: object) -> None:
+    for listener in listeners:
+        listener(*arguments)
 
 
 def record_key(peer: PeerId) -> str:

@@ -72,6 +72,7 @@ class LoopbackHost:
             serve=False,
             protocols={},
             relay=self.relay,
+            accepts_streams=self.on_stream is not None,
         )
         hooks = HostHooks(
             sequence_of=_no_sequence,

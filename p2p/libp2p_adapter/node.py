@@ -48,6 +48,7 @@ class Libp2pNode:
         self._dht = Dht(host, dht, hooks.sequence_of)
         self._requests = Requests(host, config.protocols, hooks.on_request)
         self._streams = Streams(host, self._dialer, tasks, hooks.on_stream)
+        self._streams.accept(config.accepts_streams)
 
     def connection_gone(self, their_id: ID) -> None:
         """Told of every connection that has ended."""
