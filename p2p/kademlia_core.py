@@ -21,10 +21,14 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import base58
+
+K = TypeVar("K")
+T = TypeVar("T")
 
 NUM_PATHS = 10
 """d of S/Kademlia, with paths that are narrow instead of few. Of 500 peers of which 30 % invent neighbours of the key,
@@ -102,6 +106,28 @@ def diverse_first(contacts: Iterable[Contact], *, per_network: int) -> list[Cont
         (within if is_within else above).append(contact)
         taken.update(contact.networks)
     return within + above
+
+
+def take_turns(lists: Sequence[Sequence[T]]) -> Iterator[T]:
+    """The first of each list, then the second of each: who has much to say does not speak before the others."""
+    for turn in range(max(map(len, lists), default=0)):
+        for items in lists:
+            if turn < len(items):
+                yield items[turn]
+
+
+def to_displace(networks_of: Mapping[K, Collection[str]], newcomer: Collection[str]) -> K | None:
+    """Who makes way for a newcomer in a full list: the first of the network that has most; None if the newcomer does.
+
+    Args:
+        networks_of: of everybody in the list, the one that has been there longest first.
+    """
+    sizes = Counter(network for networks in networks_of.values() for network in networks)
+    largest, size = max(sizes.items(), key=lambda item: item[1], default=("", 0))
+    theirs = max((sizes[network] + 1 for network in newcomer), default=1)
+    if size < theirs or size <= 1:
+        return None
+    return next(member for member, networks in networks_of.items() if largest in networks)
 
 
 @dataclass(slots=True)

@@ -18,6 +18,8 @@ from p2p.kademlia_core import (
     may_enter,
     place_of,
     place_of_key,
+    take_turns,
+    to_displace,
 )
 
 TARGET = place_of_key(b"key")
@@ -233,3 +235,26 @@ def test_more_paths_than_seeds_are_no_error() -> None:
     assert distances(lookup.to_ask()) == [1]
     lookup.answered("at 1", [contact(2)])
     assert distances(lookup.to_ask()) == [2]
+
+
+def test_turns_are_taken() -> None:
+    assert list(take_turns([[1, 2, 3], [], [4], [5, 6]])) == [1, 4, 5, 2, 6, 3]
+    assert list(take_turns([])) == []
+
+
+@pytest.mark.parametrize(
+    ("held", "newcomer", "expected"),
+    [
+        ({"a": ("x",), "b": ("y",), "c": ("y",)}, ("z",), "b"),
+        ({"a": ("x",), "b": ("y",), "c": ("y",)}, (), "b"),
+        ({"a": ("x",), "b": ("y",), "c": ("y",)}, ("x",), "b"),
+        ({"a": ("x",), "b": ("y",), "c": ("y",)}, ("y",), None),
+        ({"a": ("x",), "b": ("y",)}, ("z",), None),
+        ({"a": (), "b": ()}, ("z",), None),
+        ({}, ("z",), None),
+    ],
+)
+def test_largest_network_makes_way_in_a_full_list(
+    held: dict[str, tuple[str, ...]], newcomer: tuple[str, ...], expected: str | None
+) -> None:
+    assert to_displace(held, newcomer) == expected
