@@ -15,18 +15,24 @@ from pathlib import Path
 
 import psutil
 
+from p2p.swarm_key import PUBLIC_TAG
+
 MAX_FILE_BYTES = 16 * 1024
 MAX_NODES = 32
 
 
 @contextlib.contextmanager
-def registered(folder: Path, peer: str, addresses: Sequence[str]) -> Iterator[None]:
-    """Tells of a node for as long as the context lasts. Failing to write is no reason not to serve."""
+def registered(folder: Path, peer: str, addresses: Sequence[str], swarm: str = PUBLIC_TAG) -> Iterator[None]:
+    """Tells of a node for as long as the context lasts. Failing to write is no reason not to serve.
+
+    Args:
+        swarm: p2p.swarm_key.swarm_tag of the swarm that it is in.
+    """
     path = folder / f"{peer}.json"
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        temporary.write_text(json.dumps({"pid": os.getpid(), "addresses": list(addresses)}))
+        temporary.write_text(json.dumps({"pid": os.getpid(), "addresses": list(addresses), "swarm": swarm}))
         temporary.replace(path)
     except OSError:
         with contextlib.suppress(OSError):
@@ -38,17 +44,18 @@ def registered(folder: Path, peer: str, addresses: Sequence[str]) -> Iterator[No
             path.unlink(missing_ok=True)
 
 
-def running(folder: Path) -> tuple[str, ...]:
-    """Addresses of the nodes that run now; files of processes that are gone are removed."""
+def running(folder: Path, swarm: str = PUBLIC_TAG) -> tuple[str, ...]:
+    """Addresses of the nodes of a swarm that run now; files of processes that are gone are removed."""
     found: list[str] = []
     for path in sorted(folder.glob("*.json"))[:MAX_NODES]:
         try:
             content = json.loads(path.read_bytes()[:MAX_FILE_BYTES])
             pid, addresses = int(content["pid"]), [str(address) for address in content["addresses"]]
+            is_ours = str(content.get("swarm", PUBLIC_TAG)) == swarm
         except (OSError, ValueError, KeyError, TypeError):
             continue
         if psutil.pid_exists(pid):
-            found += addresses
+            found += addresses if is_ours else []
         else:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)

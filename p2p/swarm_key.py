@@ -22,7 +22,7 @@ from pathlib import Path
 from fusion_node.errors import ConfigError
 
 KEY_BYTES = 32
-DEFAULT_NAME = "swarm.key"
+FILE_NAME = "swarm.key"
 """In the home folder, beside ``identity.key``."""
 
 PUBLIC_TAG = "public"
@@ -70,8 +70,11 @@ class SwarmKey:
         return cls._parse(data, path)
 
     @classmethod
-    def load_or_create(cls, path: Path) -> tuple[SwarmKey, bool]:
+    def load_or_create(cls, path: Path, key: SwarmKey | None = None) -> tuple[SwarmKey, bool]:
         """Reads the key file, or makes one with mode 0600; also returns whether it was made.
+
+        Args:
+            key: to write if there is no file; None makes a new one.
 
         Raises:
             ConfigError: as ``load``, or when it cannot be written.
@@ -84,7 +87,7 @@ class SwarmKey:
             return cls.load(path), False
         except OSError as error:
             raise ConfigError(f"cannot write the swarm key {path}: {error.strerror}") from error
-        key = cls.generate()
+        key = key or cls.generate()
         with os.fdopen(descriptor, "w") as file:
             file.write(key.to_text())
         return key, True

@@ -10,7 +10,7 @@ import structlog
 import typer
 
 from fusion_node.cli.logs import LogFormat, configure_logs
-from fusion_node.cli.options import Home, Mdns, Model, Numerics, Peers, Threads, parse_size
+from fusion_node.cli.options import Home, Mdns, Model, Numerics, Peers, SwarmKeyFile, Threads, parse_size
 from fusion_node.daemon.config import DEFAULT_LISTEN, NodeConfig
 from fusion_node.types import LayerRange
 
@@ -25,6 +25,20 @@ def join(
         typer.Option(metavar="START:STOP", help="Layers to serve; the whole model, or what fits, if not given."),
     ] = None,
     peer: Peers = None,
+    private: Annotated[
+        bool,
+        typer.Option(
+            "--private", help="Be in a swarm of your own: its key is swarm.key in the home folder, made if absent."
+        ),
+    ] = False,
+    swarm_key: SwarmKeyFile = None,
+    allow: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Talk only with the peers whose ids this file lists, one a line; read again on changes.",
+        ),
+    ] = None,
     listen: Annotated[
         str,
         typer.Option(
@@ -96,6 +110,9 @@ def join(
         max_vram_bytes=max_vram,
         back_off=back_off,
         mdns=mdns,
+        is_private=private,
+        swarm_key_path=swarm_key,
+        allow_path=allow,
         operator=operator,
     )
     from fusion_node.daemon.node import run_node

@@ -10,10 +10,22 @@ import typer
 
 from fusion_node.client.sampling import SamplingParams
 from fusion_node.errors import ConfigError
+from p2p.identity import Identity
+from p2p.swarm_key import SwarmKey
 
 Peers = Annotated[
     list[str] | None,
     typer.Option("--peer", metavar="ADDR|INVITE", help="A node of the swarm to enter by. May be repeated."),
+]
+SwarmKeyFile = Annotated[
+    Path | None,
+    typer.Option("--swarm-key", metavar="FILE", help="Key of a private swarm; not needed with an invite that has it."),
+]
+UserIdentity = Annotated[
+    Path | None,
+    typer.Option(
+        "--identity", metavar="FILE", help="Who you are to nodes with an allow-list; made if absent. Else always new."
+    ),
 ]
 Mdns = Annotated[bool, typer.Option("--mdns/--no-mdns", help="Look for nodes on the local network and this machine.")]
 PrefixCache = Annotated[
@@ -47,6 +59,16 @@ MinP = Annotated[float, typer.Option(help="Drop tokens below this fraction of th
 RepetitionPenalty = Annotated[float, typer.Option(help="Above 1 avoids repetition.")]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling reproducible.")]
 Stop = Annotated[list[str] | None, typer.Option(help="Text that ends the answer. May be repeated.")]
+
+
+def read_swarm_key(path: Path | None) -> SwarmKey | None:
+    """The key in a file that was named; ConfigError when it cannot be used."""
+    return None if path is None else SwarmKey.load(path)
+
+
+def read_identity(path: Path | None) -> Identity | None:
+    """The identity in a file that was named, made if there is none; ConfigError when it cannot be used."""
+    return None if path is None else Identity.load_or_create(path)
 
 
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?) ?(?:([kmgt])(i?b)?)?", re.IGNORECASE)

@@ -5,16 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Coroutine
-from pathlib import Path
-from typing import Annotated
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import TYPE_CHECKING, Annotated
 
 import structlog
 import typer
 
 from fusion_node.cli.logs import LogFormat, configure_logs
-from fusion_node.cli.options import Home, Mdns, Model, Numerics, Peers, SharedPrefixCache, Threads
+from fusion_node.cli.options import (
+    Home,
+    Mdns,
+    Model,
+    Numerics,
+    Peers,
+    SharedPrefixCache,
+    SwarmKeyFile,
+    Threads,
+    UserIdentity,
+    read_identity,
+)
 from p2p.addresses import check_bindable, is_loopback, parse_listen
+
+if TYPE_CHECKING:
+    from fusion_node.client.swarm import SwarmClient
 
 DEFAULT_LISTEN = "127.0.0.1:8080"
 
@@ -24,6 +38,8 @@ log = structlog.get_logger(__name__)
 def serve(
     model: Model,
     peer: Peers = None,
+    swarm_key: SwarmKeyFile = None,
+    identity: UserIdentity = None,
     listen: Annotated[
         str,
         typer.Option(metavar="HOST:PORT", help="Where to listen. There is no access control: keep it on this machine."),
@@ -45,27 +61,28 @@ def serve(
     if prefix_cache is None:
         # Whoever else can connect would learn by the time an answer takes what others have asked.
         prefix_cache = is_loopback(host)
-    asyncio.run(_until_told_to_stop(_serve(model, peer or [], host, port, numerics, threads, mdns, prefix_cache, home)))
-
-
-async def _serve(
-    model: str,
-    peers: list[str],
-    host: str,
-    port: int,
-    numerics: str,
-    threads: int | None,
-    mdns: bool,
-    prefix_cache: bool,
-    home: Path | None,
-) -> None:
-    """Serves until cancelled."""
     from fusion_node.client.swarm import SwarmClient
+
+    connect = partial(
+        SwarmClient,
+        model,
+        peers=peer or (),
+        home=home,
+        numerics=numerics,
+        threads=threads,
+        mdns=mdns,
+        prefix_cache=prefix_cache,
+        swarm_key=swarm_key,
+        identity=read_identity(identity),
+    )
+    asyncio.run(_until_told_to_stop(_serve(connect, model, host, port)))
+
+
+async def _serve(connect: Callable[[], SwarmClient], model: str, host: str, port: int) -> None:
+    """Serves until cancelled."""
     from fusion_node.gateway.server import listening, make_app
 
-    async with SwarmClient(
-        model, peers=peers, home=home, numerics=numerics, threads=threads, mdns=mdns, prefix_cache=prefix_cache
-    ) as swarm:
+    async with connect() as swarm:
         await swarm.wait_loaded()
         app = make_app(swarm, aliases=[model], only_local=is_loopback(host))
         async with listening(app, host, port) as url:

@@ -11,7 +11,16 @@ from rich.console import Console
 
 from fusion_node.cli.control import ask_local_nodes
 from fusion_node.cli.logs import LogFormat, configure_logs
-from fusion_node.cli.options import AsJson, Home, Mdns, Peers
+from fusion_node.cli.options import (
+    AsJson,
+    Home,
+    Mdns,
+    Peers,
+    SwarmKeyFile,
+    UserIdentity,
+    read_identity,
+    read_swarm_key,
+)
 from fusion_node.cli.pictures import coverage, local_table, node_table, problems
 from fusion_node.client.connection import SwarmConnection, ways_in
 from fusion_node.client.overview import Overview, look_around
@@ -22,6 +31,8 @@ from p2p.identity import short
 def status(
     model: Annotated[str | None, typer.Argument(metavar="MODEL", help="Only nodes that serve this model.")] = None,
     peer: Peers = None,
+    swarm_key: SwarmKeyFile = None,
+    identity: UserIdentity = None,
     mdns: Mdns = True,
     home: Home = None,
     local: Annotated[
@@ -37,8 +48,10 @@ def status(
         return
 
     async def run() -> Overview:
-        known = ways_in(peer or (), mdns=mdns, home=ModelStore(home).home)
-        async with SwarmConnection(known, mdns=mdns) as connection:
+        key = read_swarm_key(swarm_key)
+        known = ways_in(peer or (), mdns=mdns, home=ModelStore(home).home, swarm_key=key)
+        who = read_identity(identity)
+        async with SwarmConnection(known, identity=who, mdns=mdns, swarm_key=key) as connection:
             return await look_around(connection, model_id)
 
     overview = asyncio.run(run())

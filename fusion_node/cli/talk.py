@@ -24,10 +24,13 @@ from fusion_node.cli.options import (
     RepetitionPenalty,
     Seed,
     Stop,
+    SwarmKeyFile,
     Temperature,
     Threads,
     TopK,
     TopP,
+    UserIdentity,
+    read_identity,
     sampling,
 )
 from fusion_node.client.sampling import SamplingParams
@@ -42,6 +45,8 @@ def generate(
     model: Model,
     prompt: Annotated[str, typer.Argument(help="What to ask; - reads it from standard input.")],
     peer: Peers = None,
+    swarm_key: SwarmKeyFile = None,
+    identity: UserIdentity = None,
     raw: Annotated[bool, typer.Option(help="Continue the text as it is, without the model's chat template.")] = False,
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.0,
@@ -77,6 +82,8 @@ def generate(
             mdns=mdns,
             prefix_cache=False,
             background=background,
+            swarm_key=swarm_key,
+            identity=read_identity(identity),
         ) as swarm:
             answer = swarm.generate(text, params, raw=raw)
             pieces = []
@@ -102,6 +109,8 @@ def generate(
 def chat(
     model: Model,
     peer: Peers = None,
+    swarm_key: SwarmKeyFile = None,
+    identity: UserIdentity = None,
     system: Annotated[str | None, typer.Option(help="System message in front of the conversation.")] = None,
     max_tokens: MaxTokens = 512,
     temperature: Temperature = 0.7,
@@ -130,6 +139,8 @@ def chat(
             threads=threads,
             mdns=mdns,
             prefix_cache=prefix_cache,
+            swarm_key=swarm_key,
+            identity=read_identity(identity),
         ) as swarm:
             await converse(swarm, params, system)
 

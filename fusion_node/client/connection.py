@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +18,11 @@ from typing import Self
 import structlog
 
 from fusion_node.errors import FusionError, NoPeers, PeerError, PeerTimeout, RemoteProtocolError
-from fusion_node.types import ModelId, PeerId
+from fusion_node.types import ModelId, PeerId, UnixS
 from p2p.bandwidth import BandwidthMeter
 from p2p.discovery import Discovery, DiscoveryConfig, DiscoveryService
 from p2p.identity import Identity, short
+from p2p.invite import swarm_key_of
 from p2p.links import LinkPool
 from p2p.local_nodes import running
 from p2p.messages import (
@@ -37,6 +39,7 @@ from p2p.messages import (
 )
 from p2p.records import NodeRecord
 from p2p.seam import Network
+from p2p.swarm_key import SwarmKey, swarm_tag
 from p2p.websocket import WebSocketNetwork
 
 FIND_TIMEOUT_S = 10.0
@@ -72,9 +75,9 @@ class MeasuredNode:
         return PeerId(self.record.peer)
 
 
-def ways_in(peers: Sequence[str], *, mdns: bool, home: Path) -> tuple[str, ...]:
-    """The addresses given, or else those of the nodes that run on this machine from the same home."""
-    return tuple(peers) or (running(home / "run") if mdns else ())
+def ways_in(peers: Sequence[str], *, mdns: bool, home: Path, swarm_key: SwarmKey | None = None) -> tuple[str, ...]:
+    """The addresses given, or else those of the nodes of this swarm that run on this machine from the same home."""
+    return tuple(peers) or (running(home / "run", swarm_tag(swarm_key)) if mdns else ())
 
 
 class SwarmConnection:
@@ -84,6 +87,7 @@ class SwarmConnection:
         peers: multiaddrs or invites to enter the swarm by.
         identity: None makes one that lives as long as the connection, so that two runs cannot be linked.
         mdns: whether to look for nodes on the local network.
+        swarm_key: of the private swarm to enter; an invite among ``peers`` may hold it instead.
         discovery, network: other implementations, for tests; they must prove ``identity``.
     """
 
@@ -93,6 +97,7 @@ class SwarmConnection:
         *,
         identity: Identity | None = None,
         mdns: bool = True,
+        swarm_key: SwarmKey | None = None,
         discovery: DiscoveryService | None = None,
         network: Network | None = None,
     ) -> None:
@@ -100,9 +105,10 @@ class SwarmConnection:
         self._peers = tuple(peers)
         self._mdns = mdns
         config = DiscoveryConfig(listen=(), bootstrap=self._peers, mdns=mdns, serve=False)
-        self._discovery = discovery or Discovery(self.identity, config)
+        key = swarm_key_of(self._peers, swarm_key, now=UnixS(time.time()))
+        self._discovery = discovery or Discovery(self.identity, config, swarm_key=key)
         self.links = LinkPool(
-            network or WebSocketNetwork(self.identity),
+            network or WebSocketNetwork(self.identity, psk=None if key is None else key.noise_psk),
             self.identity.peer_id,
             on_frame=self._on_frame,
             on_closed=self._on_closed,

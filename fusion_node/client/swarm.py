@@ -40,6 +40,7 @@ from fusion_node.types import LayerRange, MonotonicS, PeerId
 from p2p.identity import Identity, short
 from p2p.messages import CloseSession, TensorMeta
 from p2p.records import PROTOCOL_VERSION, Plan, PlanStage, sign_plan
+from p2p.swarm_key import SwarmKey
 from scheduler.planner import Candidate, Route, Uncovered, plan_route
 
 MAX_OPEN_ATTEMPTS = 3
@@ -171,6 +172,8 @@ class SwarmClient:
         device: for the boundary.
         threads: torch threads of this process; None leaves torch's choice.
         mdns: whether to look for nodes on the local network and on this machine.
+        swarm_key: of a private swarm, or its file; an invite among ``peers`` may hold it instead.
+        identity: who to be, where nodes have an allow-list; None makes one that nobody can link with an earlier one.
         prefix_cache: ask the nodes to keep the KV of an answer for some minutes, and begin an answer whose prompt
             begins like an earlier one with what they kept. Other users do not get at it.
         background: nobody waits for the answers: nodes compute them with what others leave.
@@ -192,6 +195,7 @@ class SwarmClient:
         mdns: bool = True,
         prefix_cache: bool = True,
         background: bool = False,
+        swarm_key: SwarmKey | Path | None = None,
         identity: Identity | None = None,
         connection: SwarmConnection | None = None,
     ) -> None:
@@ -201,8 +205,12 @@ class SwarmClient:
         self._device = choose_device(device)
         self._threads = threads
         self._owns_connection = connection is None
+        key = SwarmKey.load(swarm_key) if isinstance(swarm_key, Path) else swarm_key
         self.connection = connection or SwarmConnection(
-            ways_in(peers, mdns=mdns, home=ModelStore(home).home), identity=identity, mdns=mdns
+            ways_in(peers, mdns=mdns, home=ModelStore(home).home, swarm_key=key),
+            identity=identity,
+            mdns=mdns,
+            swarm_key=key,
         )
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="boundary", initializer=prepare_thread)
         self._loading: asyncio.Future[tuple[Boundary, Tokenizer]] | None = None

@@ -31,6 +31,9 @@ class NodeConfig:
         max_vram_bytes: of the whole process on a GPU; None sets no bound.
         back_off: whether to pause while another program uses the device; None does so on a GPU.
         mdns: whether to find and be found on the local network.
+        is_private: whether to be in the swarm whose key is ``swarm.key`` in the home; made if there is none.
+        swarm_key_path: key file of the private swarm to be in. An invite in ``peers`` may hold the key instead.
+        allow_path: file of the peer ids that may connect; None lets in everybody who is not banned.
         operator: a name that the operator wants to be known by; a claim.
     """
 
@@ -49,4 +52,7 @@ class NodeConfig:
     max_vram_bytes: int | None = None
     back_off: bool | None = None
     mdns: bool = True
+    is_private: bool = False
+    swarm_key_path: Path | None = None
+    allow_path: Path | None = None
     operator: str = ""

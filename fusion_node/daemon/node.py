@@ -12,6 +12,7 @@ import importlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,10 +25,18 @@ from fusion_node.daemon.control import control_socket
 from fusion_node.daemon.life import NodeLife
 from fusion_node.errors import ConfigError
 from fusion_node.store import ModelStore
+from fusion_node.types import UnixS
 from p2p.addresses import check_bindable, parse_announce, parse_listen
+from p2p.allow_list import AllowList
+from p2p.bans import FILE_NAME as BAN_FILE_NAME
 from p2p.discovery import Discovery, DiscoveryConfig
+from p2p.gate import PeerGate
 from p2p.identity import Identity
+from p2p.invite import swarm_key_of
 from p2p.local_nodes import registered, running
+from p2p.swarm_key import FILE_NAME as KEY_FILE_NAME
+from p2p.swarm_key import SwarmKey, swarm_tag
+from p2p.websocket import WebSocketNetwork
 
 if TYPE_CHECKING:
     from fusion_node.daemon.serving_node import ReadyNode, ServingNode
@@ -103,6 +112,7 @@ class _Starter:
     async def _start(self) -> ServingNode:
         config = self._config
         store = ModelStore(config.home)
+        run = store.home / "run"
         model = store.find(config.model)
         if config.layers is not None:
             config.layers.check_within(model.num_layers)
@@ -115,34 +125,63 @@ class _Starter:
         if port:
             # Before seconds go into loading: the data plane binds it only after that.
             check_bindable(host, port + 1)
+        swarm_key = own_swarm_key(config, store.home)
+        allow_list = None if config.allow_path is None else AllowList(config.allow_path)
         async with contextlib.AsyncExitStack() as stack:
             identity = stack.enter_context(_own_identity(config))
+            gate = PeerGate(store.home / BAN_FILE_NAME, allow_list=allow_list)
             life = NodeLife(identity.peer_id, model.name)
-            await stack.enter_async_context(control_socket(store.home / "run", identity.peer_id, life))
+            await stack.enter_async_context(control_socket(run, identity.peer_id, life))
             discovery = Discovery(
                 identity,
                 DiscoveryConfig(
                     listen=(config.listen,),
-                    bootstrap=config.peers or (running(store.home / "run") if config.mdns else ()),
+                    bootstrap=config.peers or (running(run, swarm_tag(swarm_key)) if config.mdns else ()),
                     mdns=config.mdns,
                     serve=True,
                     announce=config.announce,
                 ),
+                swarm_key=swarm_key,
             )
             stack.push_async_callback(discovery.aclose)
             await discovery.start()
             log.info("listening", peer=identity.peer_id, addresses=discovery.addresses)
             if config.mdns:
-                stack.enter_context(registered(store.home / "run", identity.peer_id, discovery.addresses))
+                stack.enter_context(registered(run, identity.peer_id, discovery.addresses, swarm_tag(swarm_key)))
             await asyncio.to_thread(importlib.import_module, "fusion_node.daemon.serving_node")
             from fusion_node.daemon.serving_node import ServingNode, load_shard
 
             shard = await load_shard(config, model, discovery, life)
-            node = ServingNode(config, identity, shard, discovery, life)
+            psk = None if swarm_key is None else swarm_key.noise_psk
+            network = WebSocketNetwork(identity, psk=psk, gate=gate)
+            node = ServingNode(config, identity, shard, discovery, life, network)
             stack.push_async_callback(node.close_links)
             await node.listen(host, port + 1 if port else 0)
             node.on_left = stack.pop_all().aclose
             return node
+
+
+def own_swarm_key(config: NodeConfig, home: Path) -> SwarmKey | None:
+    """The key of the private swarm that a node is to be in; None for the public one.
+
+    Raises:
+        ConfigError: the keys of two swarms are named, or one cannot be read.
+    """
+    given = None if config.swarm_key_path is None else SwarmKey.load(config.swarm_key_path)
+    key, origin = swarm_key_of(config.peers, given, now=UnixS(time.time())), "invite"
+    if config.swarm_key_path is not None:
+        origin = str(config.swarm_key_path)
+    if config.is_private:
+        path = home / KEY_FILE_NAME
+        own, was_made = SwarmKey.load_or_create(path, key)
+        if key not in (None, own):
+            raise ConfigError(f"{path} is the key of another private swarm than the one that is named: move it away")
+        if was_made:
+            log.info("made a swarm key" if key is None else "saved the swarm key of the invite", file=str(path))
+        key, origin = own, str(path)
+    if key is not None:
+        log.info("private swarm: nobody without its key gets an answer", swarm=key.tag, key=origin)
+    return key
 
 
 @contextlib.contextmanager

@@ -45,7 +45,8 @@ from p2p.discovery import DiscoveryService
 from p2p.identity import Identity
 from p2p.links import LinkPool
 from p2p.records import PROTOCOL_VERSION, NodeRecord, ShardRecord, sign_record
-from p2p.websocket import WebSocketNetwork, join_address
+from p2p.seam import Network
+from p2p.websocket import join_address
 from scheduler.placement import choose_layers
 
 RECORD_TTL_S = 60.0
@@ -273,6 +274,7 @@ class ServingNode:
         shard: Shard,
         discovery: DiscoveryService,
         life: NodeLife,
+        network: Network,
     ) -> None:
         self._config = config
         self._identity = identity
@@ -303,7 +305,7 @@ class ServingNode:
         self._record_made_at = -math.inf
         self._server = NodeServer(engine, admission, own_record=self._own_record, batching=batching)
         self._pool = LinkPool(
-            WebSocketNetwork(identity),
+            network,
             identity.peer_id,
             on_frame=self._server.on_frame,
             on_closed=self._server.on_closed,

@@ -38,3 +38,10 @@ def test_a_folder_that_cannot_be_written_does_not_keep_a_node_from_running(tmp_p
     (tmp_path / "run").write_text("a file where the folder should be")
     with registered(tmp_path / "run", "a", [ADDRESS]):
         pass
+
+
+def test_nodes_of_one_swarm_are_not_told_to_another(tmp_path: Path) -> None:
+    with registered(tmp_path, "a", ["/public"]), registered(tmp_path, "b", ["/private"], swarm="0123456789abcdef"):
+        assert running(tmp_path) == ("/public",)
+        assert running(tmp_path, "0123456789abcdef") == ("/private",)
+        assert running(tmp_path, "another") == ()
