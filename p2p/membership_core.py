@@ -64,15 +64,15 @@ is not dialled by everybody at once."""
 REDIAL_MAX_MET_S = 300.0
 """While others are met, and always for peers that the user has not named."""
 
-MESH_PEERS = 16
+MESH_PEERS = 12
 """Connections that a node seeks, so that an announcement reaches many directly. A random graph of this degree stays
 connected when half of its nodes vanish."""
 
 USER_PEERS = 3
 """Connections that a user seeks: never to rely on one."""
 
-HIGH_PEERS = 64
-LOW_PEERS = 48
+HIGH_PEERS = 40
+LOW_PEERS = 32
 """Above HIGH_PEERS connections, those that others made are given up until LOW_PEERS are left; the others find another
 node. The host allows 256."""
 
@@ -730,10 +730,7 @@ class Membership:
         connection = self._connections.get(peer)
         own = self.exchange.own_envelope
         is_told = connection is not None and connection.told is own
-        num_known = 0
-        if limit and model_id is None:
-            num_known = sum(1 for held in self.exchange.table.held(now=now.unix_s) if held.record.shards)
-        request = self.exchange.request(model_id, limit=limit, now=now.unix_s, push=not is_told)
+        request, num_known = self.exchange.counted_request(model_id, limit=limit, now=now.unix_s, push=not is_told)
         self._num_asked += 1
         self._asked[self._num_asked] = _Asked(peer, purpose, model_id, limit, now, own, num_known)
         if connection is not None:

@@ -21,16 +21,17 @@ source of chance is handed in, and one that strangers cannot foretell.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from fusion_node.types import ModelId, PeerId, UnixS
 from fusion_node.wire import WireError, decode_bounded
-from p2p.records import MAX_RECORD_BYTES, ModelText, NodeRecord, RecordTable, Refusal, Time
+from p2p.records import MAX_RECORD_BYTES, HeldRecord, ModelText, NodeRecord, RecordTable, Refusal, Time
 
 if TYPE_CHECKING:
     from random import Random
@@ -55,11 +56,12 @@ _OVERHEAD_BYTES = 64
 """Of the answer's own arrays, and 5 per record are counted with it."""
 
 _ALL = 2**32
-_64_BITS = 2**64 - 1
 
 T = TypeVar("T")
 
 Envelope: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=MAX_RECORD_BYTES)]
+Numbers: TypeAlias = npt.NDArray[np.uint32]
+Flags: TypeAlias = npt.NDArray[np.bool_]
 Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
 
 
@@ -110,7 +112,9 @@ class Received:
 
 def serves(record: NodeRecord, model_id: ModelId | None) -> bool:
     """Whether the node holds a shard of the model, or of any model when it is None. False for a tombstone."""
-    return any(model_id is None or shard.model_id == model_id for shard in record.shards)
+    if model_id is None:
+        return bool(record.shards)
+    return any(shard.model_id == model_id for shard in record.shards)
 
 
 class RecordExchange:
@@ -132,15 +136,21 @@ class RecordExchange:
         return record
 
     def request(self, model_id: ModelId | None, *, limit: int, now: UnixS, push: bool = True) -> bytes:
-        """Encodes a request.
+        """Encodes a request. See ``counted_request``."""
+        return self.counted_request(model_id, limit=limit, now=now, push=push)[0]
+
+    def counted_request(
+        self, model_id: ModelId | None, *, limit: int, now: UnixS, push: bool = True
+    ) -> tuple[bytes, int]:
+        """Encodes a request, and counts the nodes that are known of those it asks for (0 when it asks for none).
 
         Args:
             push: whether the own record, if it is live, goes along.
         """
         own = None if self._own_peer is None or not push else self.table.envelope_of(self._own_peer, now=now)
         pushed = () if own is None else (own,)
-        digest = self._digest(model_id, now) if limit else None
-        return msgspec.msgpack.encode(ExchangeRequest(EXCHANGE_VERSION, pushed, model_id, limit, digest))
+        digest, num_known = self._digest(model_id, now) if limit else (None, 0)
+        return msgspec.msgpack.encode(ExchangeRequest(EXCHANGE_VERSION, pushed, model_id, limit, digest)), num_known
 
     def answer(self, request: bytes, *, source: PeerId, now: UnixS) -> bytes:
         """Takes what ``source`` pushed and encodes the answer.
@@ -177,56 +187,62 @@ class RecordExchange:
         """The live records of nodes that serve the model, by peer id."""
         return [record for record in self.table.live(now=now) if serves(record, model_id)]
 
-    def _digest(self, model_id: ModelId | None, now: UnixS) -> Digest:
+    def _digest(self, model_id: ModelId | None, now: UnixS) -> tuple[Digest, int]:
         salt = self._chance.getrandbits(64) | 1
-        entries = [
-            (((held.digest_key * salt) & _64_BITS) >> 32, held.record.sequence % _ALL)
-            for held in self.table.held(now=now)
-            # A tombstone is told, too, so that it is not sent again.
-            if not held.record.shards or serves(held.record, model_id)
-        ]
+        found = self._gather(model_id, now)
+        bits, sequences = found.bits(salt), found.sequences
         below = _ALL
-        if len(entries) > MAX_DIGEST_ENTRIES:
-            entries.sort()
-            below = entries[MAX_DIGEST_ENTRIES][0]
-            entries = [entry for entry in entries if entry[0] < below]
-        packed = struct.pack(f"<{2 * len(entries)}I", *(number for entry in entries for number in entry))
-        return Digest(salt.to_bytes(8, "little"), below, packed)
+        if len(bits) > MAX_DIGEST_ENTRIES:
+            below = int(np.sort(bits)[MAX_DIGEST_ENTRIES])
+            bits, sequences = bits[bits < below], sequences[bits < below]
+        entries = np.column_stack((bits, sequences)).astype("<u4").tobytes()
+        return Digest(salt.to_bytes(8, "little"), below, entries), int(found.is_serving.sum())
 
     def _answer(self, model_id: ModelId | None, limit: int, their_view: _View, now: UnixS) -> ExchangeAnswer:
+        if not limit:
+            return ExchangeAnswer(EXCHANGE_VERSION, (), now)
         own: bytes | None = None
         missing: list[tuple[float, bytes]] = []
         believed_gone: list[bytes] = []
         gone: list[bytes] = []
-        num_known = num_shared = 0
-        for held in self.table.held(now=now) if limit else ():
-            record = held.record
-            is_own, is_serving = record.peer == self._own_peer, serves(record, model_id)
-            if not (is_own or is_serving or not record.shards):
+        found = self._gather(model_id, now)
+        is_serving = found.is_serving
+        is_asked, is_shared, is_wanted = their_view.compare(found.bits(their_view.salt), found.sequences)
+        for index in np.flatnonzero(is_wanted).tolist():
+            one = found.held[index]
+            if one.record.peer == self._own_peer:
+                own = one.envelope
+            elif not is_asked[index]:
                 continue
-            digested = ((held.digest_key * their_view.salt) & _64_BITS) >> 32
-            their_sequence = their_view.sequences.get(digested)
-            if digested < their_view.below:
-                num_known += is_serving
-                num_shared += is_serving and their_sequence is not None
-            elif not is_own:
-                continue
-            # Serial number arithmetic: newer is what is less than half the circle ahead.
-            if their_sequence is not None and not 0 < (record.sequence - their_sequence) % _ALL < _ALL // 2:
-                continue
-            if is_own:
-                own = held.envelope
-            elif is_serving:
+            elif is_serving[index]:
                 # A date that is still to come is no newer than now.
-                missing.append((min(record.issued_at, now), held.envelope))
-            else:
-                (gone if their_sequence is None else believed_gone).append(held.envelope)
+                missing.append((min(one.record.issued_at, now), one.envelope))
+            elif not one.record.shards:
+                (believed_gone if is_shared[index] else gone).append(one.envelope)
         room = limit - (own is not None)
         tombstones = self._some(believed_gone, int(room * TOMBSTONE_SHARE))
         tombstones += self._some(gone, int(room * TOMBSTONE_SHARE) - len(tombstones))
         chosen = self._choose(missing, room - len(tombstones))
         fitting = _fit([*(() if own is None else (own,)), *chosen, *tombstones])
+        num_known, num_shared = int((is_serving & is_asked).sum()), int((is_serving & is_shared).sum())
         return ExchangeAnswer(EXCHANGE_VERSION, tuple(fitting), now, num_known, num_shared)
+
+    def _gather(self, model_id: ModelId | None, now: UnixS) -> _Found:
+        """Live records of nodes that serve the model, of this node, and tombstones: those are told, too, so that they
+        are not sent again."""
+        held: list[HeldRecord] = []
+        keys: list[int] = []
+        sequences: list[int] = []
+        serving: list[bool] = []
+        for one in self.table.held(now=now):
+            record = one.record
+            is_serving = serves(record, model_id)
+            if is_serving or not record.shards or record.peer == self._own_peer:
+                held.append(one)
+                keys.append(one.digest_key)
+                sequences.append(record.sequence % _ALL)
+                serving.append(is_serving)
+        return _Found(held, np.array(keys, np.uint64), np.array(sequences, np.uint32), np.array(serving, bool))
 
     def _choose(self, dated: list[tuple[float, bytes]], at_most: int) -> list[bytes]:
         self._chance.shuffle(dated)  # among equal dates, too, chance decides
@@ -254,23 +270,48 @@ def _fit(envelopes: Sequence[bytes]) -> list[bytes]:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """A digest, as the answerer reads it: sequences by the 32 bits of their peer."""
+    """A digest, as the answerer reads it: sequences by the 32 bits of their peer, in the order of these bits."""
 
     salt: int
     below: int
-    sequences: dict[int, int]
+    bits: Numbers
+    sequences: Numbers
 
     @classmethod
     def of(cls, digest: Digest | None) -> _View:
         """Raises WireError when the entries are not whole."""
-        if digest is None:
-            return cls(1, _ALL, {})
-        num_entries, rest = divmod(len(digest.entries), DIGEST_ENTRY_BYTES)
-        if rest:
+        entries = b"" if digest is None else digest.entries
+        if len(entries) % DIGEST_ENTRY_BYTES:
             raise WireError("the digest does not end with an entry")
-        numbers = struct.unpack(f"<{2 * num_entries}I", digest.entries)
-        salt = int.from_bytes(digest.salt, "little")
-        return cls(salt, digest.below, dict(zip(numbers[::2], numbers[1::2], strict=True)))
+        numbers = np.frombuffer(entries, "<u4").reshape(-1, 2).astype(np.uint32)
+        numbers = numbers[np.argsort(numbers[:, 0], kind="stable")]
+        salt = 1 if digest is None else int.from_bytes(digest.salt, "little")
+        return cls(salt, _ALL if digest is None else digest.below, numbers[:, 0], numbers[:, 1])
+
+    def compare(self, bits: Numbers, sequences: Numbers) -> tuple[Flags, Flags, Flags]:
+        """Of records of ours: which are asked for, which of these peers are in the digest, and which are missing there
+        or newer here. Serial number arithmetic: newer is what is less than half the circle ahead."""
+        is_asked = bits.astype(np.uint64) < self.below
+        if not len(self.bits):
+            return is_asked, np.zeros(len(bits), bool), np.ones(len(bits), bool)
+        places = np.minimum(np.searchsorted(self.bits, bits), len(self.bits) - 1)
+        is_shared = (self.bits[places] == bits) & is_asked
+        ahead = sequences - self.sequences[places]
+        return is_asked, is_shared, ~is_shared | ((ahead > 0) & (ahead < _ALL // 2))
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Records, and columns beside them: their peers' keys, the low 32 bits of their sequences, whether they serve."""
+
+    held: list[HeldRecord]
+    keys: npt.NDArray[np.uint64]
+    sequences: Numbers
+    is_serving: Flags
+
+    def bits(self, salt: int) -> Numbers:
+        """The 32 bits that stand for each peer under a salt."""
+        return ((self.keys * np.uint64(salt)) >> np.uint64(32)).astype(np.uint32)
 
 
 def _check_version(version: int) -> None:

@@ -1,0 +1,362 @@
+"""Hundreds to ten thousand hosts in one process: the real membership core and record exchange on an event heap.
+
+What is simulated: latency (hosts lie on a square, 5 ms and up to 110 ms apart, a tenth more or less), dials of four round
+trips, requests and answers with their true bytes, hosts that die with or without closing their connections, partitions,
+clocks that are wrong. What is not: lost packets on a living path (TCP repeats them), the DHT (joining it and publishing
+succeed after a second and cost nothing here), CPU. Signatures are not made: the opener knows what each host has said.
+
+Everything is drawn from one seed. Nothing here needs libp2p.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from fusion_node.types import ModelId, MonotonicS, PeerId, UnixS
+from fusion_node.wire import SignedEnvelope
+from p2p.membership_core import (
+    Ask,
+    Dial,
+    Disconnect,
+    JoinDht,
+    Membership,
+    Moment,
+    Silence,
+    WayIn,
+)
+from p2p.peer_book import PeerBook
+from p2p.publication_core import Publish
+from p2p.record_exchange import RecordExchange
+from p2p.records import PROTOCOL_VERSION, NodeRecord, RecordTable, Refusal, ShardRecord
+
+MODEL = ModelId("ab" * 32)
+EPOCH_S = 1_800_000_000.0
+TTL_S = 60.0
+ANNOUNCE_S = 25.0
+"""A quarter more or less."""
+
+TIMEOUT_S = 5.0
+OVERHEAD_BYTES = 250
+"""Per message: IP, TCP, Noise and yamux headers, and half of a stream's negotiation (measured: 230 to 270 bytes)."""
+
+MAX_CONNECTIONS = 256
+
+
+@dataclass(eq=False)
+class Host:
+    """One process. ``group`` is the part of the network it is in."""
+
+    index: int
+    id: PeerId
+    core: Membership
+    place: tuple[float, float]
+    model_id: ModelId | None
+    skew_s: float = 0.0
+    is_up: bool = True
+    group: int = 0
+    connections: set[PeerId] = field(default_factory=set)
+    timer_at: float = math.inf
+    num_sent: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    sequence: int = 0
+
+    @property
+    def address(self) -> str:
+        # Every second host in a /16 of its own, the others in a few.
+        i = self.index
+        first, second = (11 + i // 250 % 80, i % 250) if i % 2 else (100, i // 2 % 16)
+        return f"/ip4/{first}.{second}.{i // 250 % 250}.{i % 250 + 1}/tcp/4600/p2p/{self.id}"
+
+
+class World:
+    """The network and its clock."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self.now = 0.0
+        self.chance = random.Random(seed)
+        self.hosts: dict[PeerId, Host] = {}
+        self._said: dict[bytes, NodeRecord] = {}
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._numbers = itertools.count()
+
+    # Driving it.
+
+    def run(self, seconds: float) -> None:
+        """Lets simulated time pass."""
+        until = self.now + seconds
+        events = self._events
+        while events and events[0][0] <= until:
+            self.now, _, happen, arguments = heapq.heappop(events)
+            happen(*arguments)
+        self.now = until
+
+    def run_until(self, condition: Callable[[], bool], limit_s: float, step_s: float = 0.25) -> float:
+        """Lets time pass until the condition holds, and returns how long that took; infinity when it never did."""
+        began = self.now
+        while not condition():
+            if self.now - began >= limit_s:
+                return math.inf
+            self.run(step_s)
+        return self.now - began
+
+    def add(
+        self,
+        *,
+        named: Iterable[Host] = (),
+        book: PeerBook | None = None,
+        model_id: ModelId | None = MODEL,
+        skew_s: float = 0.0,
+    ) -> Host:
+        """A new host, which enters by the named ones. Without a model it is a user."""
+        index = len(self.hosts)
+        peer = PeerId(f"12D3KooW{index:044d}")
+        table = RecordTable(opener=self._open)
+        core = Membership(
+            peer,
+            serve=model_id is not None,
+            named=[WayIn(host.id, (host.address,)) for host in named],
+            book=book or PeerBook(),
+            exchange=RecordExchange(table, random.Random(f"{self.seed}/{index}/x")),
+            chance=random.Random(f"{self.seed}/{index}"),
+        )
+        place = (self.chance.uniform(0, 0.075), self.chance.uniform(0, 0.075))
+        host = self.hosts[peer] = Host(index, peer, core, place, model_id, skew_s)
+        core.start(self._moment(host))
+        self._pump(host)
+        if model_id is not None:
+            self._announce(host)
+        return host
+
+    def kill(self, host: Host, *, silently: bool = True) -> None:
+        """Ends a host; silently, as a lost line or power does, or closing its connections, as a killed process does."""
+        host.is_up = False
+        if not silently:
+            for peer in list(host.connections):
+                self._at(self._latency(host, self.hosts[peer]), self._close, self.hosts[peer], host)
+
+    def up(self) -> list[Host]:
+        return [host for host in self.hosts.values() if host.is_up]
+
+    def view(self, host: Host) -> set[PeerId]:
+        """The nodes that a host believes to live, without itself."""
+        records = host.core.exchange.serving(None, now=self._moment(host).unix_s)
+        return {PeerId(record.peer) for record in records} - {host.id}
+
+    # Events.
+
+    def _at(self, delay_s: float, happen: Callable[..., None], *arguments: Any) -> None:
+        heapq.heappush(self._events, (self.now + delay_s, next(self._numbers), happen, arguments))
+
+    def _moment(self, host: Host) -> Moment:
+        return Moment(MonotonicS(self.now), UnixS(EPOCH_S + self.now + host.skew_s))
+
+    def _pump(self, host: Host) -> None:
+        for command in host.core.commands():
+            match command:
+                case Ask():
+                    self._ask(host, command)
+                case Dial():
+                    self._dial(host, command)
+                case Disconnect():
+                    self._at(0.0, self._disconnect, host, self.hosts[command.peer])
+                case JoinDht():
+                    self._at(1.0, self._end, host, host.core.joined_dht)
+                case Publish():
+                    self._at(1.0, self._end, host, host.core.published)
+                case _:
+                    pass
+        at = host.core.get_timer()
+        if at is not None and at < host.timer_at:
+            host.timer_at = at
+            heapq.heappush(self._events, (max(at, self.now), next(self._numbers), self._on_timer, (host, at)))
+
+    def _on_timer(self, host: Host, at: float) -> None:
+        if host.timer_at != at or not host.is_up:
+            return
+        host.timer_at = math.inf
+        host.core.handle_timer(self._moment(host))
+        self._pump(host)
+
+    def _end(self, host: Host, report: Callable[..., None]) -> None:
+        if host.is_up:
+            report(self._moment(host), is_done=True)
+            self._pump(host)
+
+    def _announce(self, host: Host) -> None:
+        if not host.is_up:
+            return
+        host.core.announce(self._record(host), [host.model_id] if host.model_id else [], self._moment(host))
+        self._pump(host)
+        self._at(ANNOUNCE_S * self.chance.uniform(0.75, 1.25), self._announce, host)
+
+    def _dial(self, host: Host, dial: Dial) -> None:
+        other = self.hosts[dial.peer]
+        round_trip_s = 2 * self._latency(host, other)
+        if self._can_talk(host, other):
+            self._count(host, 4, 1200)
+            self._at(4 * round_trip_s, self._connect, host, other)
+        else:
+            self._at(TIMEOUT_S, self._fail_dial, host, other)
+
+    def _connect(self, host: Host, other: Host) -> None:
+        if not self._can_talk(host, other) or len(other.connections) >= MAX_CONNECTIONS:
+            self._fail_dial(host, other)
+            return
+        if not host.is_up:
+            return
+        if other.id not in host.connections:
+            self._count(other, 4, 1200)
+            for one, two in ((host, other), (other, host)):
+                one.connections.add(two.id)
+                one.core.connection_opened(two.id, self._moment(one))
+        host.core.dialled(other.id, self._moment(host))
+        self._pump(host)
+        self._pump(other)
+
+    def _fail_dial(self, host: Host, other: Host) -> None:
+        if host.is_up:
+            host.core.dialled(other.id, self._moment(host), error="nobody answers")
+            self._pump(host)
+
+    def _disconnect(self, host: Host, other: Host) -> None:
+        if host.is_up:
+            self._close(host, other)
+            if self._can_talk(host, other):
+                self._at(self._latency(host, other), self._close, other, host)
+
+    def _close(self, host: Host, other: Host) -> None:
+        if host.is_up and other.id in host.connections:
+            host.connections.discard(other.id)
+            host.core.connection_closed(other.id, self._moment(host))
+            self._pump(host)
+
+    def _ask(self, host: Host, ask: Ask) -> None:
+        other = self.hosts[ask.peer]
+        self._count(host, 1, len(ask.request))
+        self._at(self._latency(host, other), self._serve, host, other, ask)
+        self._at(TIMEOUT_S, self._give_up, host, ask)
+
+    def _serve(self, host: Host, other: Host, ask: Ask) -> None:
+        if not self._can_talk(host, other) or host.id not in other.connections:
+            return
+        other.bytes_received += len(ask.request) + OVERHEAD_BYTES
+        answer = other.core.asked(host.id, ask.request, self._moment(other))
+        self._count(other, 1, len(answer))
+        self._at(self._latency(host, other) + 0.005, self._deliver, host, other, ask, answer)
+        self._pump(other)
+
+    def _deliver(self, host: Host, other: Host, ask: Ask, answer: bytes) -> None:
+        if self._can_talk(host, other) and other.id in host.connections:
+            host.bytes_received += len(answer) + OVERHEAD_BYTES
+            host.core.answered(ask.token, answer, self._moment(host))
+            self._pump(host)
+
+    def _give_up(self, host: Host, ask: Ask) -> None:
+        if host.is_up:  # of no effect when the answer has come
+            host.core.not_answered(ask.token, Silence.TIMEOUT, "silent", self._moment(host))
+            self._pump(host)
+
+    def _can_talk(self, host: Host, other: Host) -> bool:
+        return host.is_up and other.is_up and host.group == other.group
+
+    def _latency(self, host: Host, other: Host) -> float:
+        return (0.005 + math.dist(host.place, other.place)) * self.chance.uniform(0.9, 1.1)
+
+    def _count(self, host: Host, num: int, size: int) -> None:
+        host.num_sent += num
+        host.bytes_sent += size + OVERHEAD_BYTES * num
+
+    # Records.
+
+    def _record(self, host: Host) -> bytes:
+        host.sequence += 1
+        issued_at = self._moment(host).unix_s
+        shard = ShardRecord(host.model_id or MODEL, "some-model-instruct", 0, 10, 30, "f16r32", 0.003, 4096)
+        record = NodeRecord(
+            version=PROTOCOL_VERSION,
+            peer=host.id,
+            sequence=int(issued_at * 1000),
+            issued_at=issued_at,
+            expires_at=issued_at + TTL_S,
+            data_addresses=("203.0.113.77:4601", "[2001:db8:1234:5678::77]:4601"),
+            libp2p_addresses=(host.address, host.address.replace("4600", "4602")),
+            device="NVIDIA GeForce RTX 4090",
+            memory_free_bytes=1 << 34,
+            shards=(shard,),
+            num_sessions=1,
+            software="fusion-node 0.1.0",
+        )
+        envelope = msgspec.msgpack.encode(SignedEnvelope(body=msgspec.msgpack.encode(record), signature=bytes(64)))
+        self._said[envelope] = record
+        return envelope
+
+    def _open(self, envelope: bytes, now: UnixS) -> NodeRecord | Refusal:
+        record = self._said.get(envelope)
+        if record is None:
+            return Refusal.WRONG_KEY
+        if record.issued_at > now + 30.0:
+            return Refusal.FUTURE_DATED
+        return Refusal.EXPIRED if record.expires_at <= now else record
+
+
+@dataclass(frozen=True)
+class IdleCost:
+    """Of one node of a swarm that nobody uses, per second. DHT traffic is not in it."""
+
+    num_hosts: int
+    sent_Bps_mean: float
+    sent_Bps_p99: float
+    received_Bps_mean: float
+    messages_per_s_mean: float
+    messages_per_s_p99: float
+    connections_mean: float
+    connections_max: int
+    records_mean: float
+    estimated_hosts_median: float
+
+
+def grown(seed: int, num_hosts: int, *, over_s: float, num_bootstraps: int = 3) -> World:
+    """A swarm that has grown evenly over some time; newcomers name some of the first hosts."""
+    world = World(seed)
+    first = [world.add()]
+    first += [world.add(named=first[:1]) for _ in range(num_bootstraps - 1)]
+    for _ in range(num_hosts - num_bootstraps):
+        world.run(over_s / num_hosts)
+        world.add(named=first)
+    return world
+
+
+def idle_cost(num_hosts: int, *, seed: int = 1, settle_s: float = 60.0, measure_s: float = 60.0) -> IdleCost:
+    """Grows a swarm, lets it settle, and measures what an idle node costs. 10,000 hosts take some minutes of CPU."""
+    world = grown(seed, num_hosts, over_s=max(30.0, num_hosts / 50))
+    world.run(settle_s)
+    for host in world.up():
+        host.num_sent = host.bytes_sent = host.bytes_received = 0
+    world.run(measure_s)
+    hosts = world.up()
+    sent = sorted(host.bytes_sent / measure_s for host in hosts)
+    messages = sorted(host.num_sent / measure_s for host in hosts)
+    estimates = [host.core.num_nodes_estimated(world._moment(host)) for host in hosts[:: max(1, len(hosts) // 100)]]
+    return IdleCost(
+        num_hosts=num_hosts,
+        sent_Bps_mean=statistics.fmean(sent),
+        sent_Bps_p99=sent[int(0.99 * len(sent))],
+        received_Bps_mean=statistics.fmean(host.bytes_received / measure_s for host in hosts),
+        messages_per_s_mean=statistics.fmean(messages),
+        messages_per_s_p99=messages[int(0.99 * len(messages))],
+        connections_mean=statistics.fmean(len(host.connections) for host in hosts),
+        connections_max=max(len(host.connections) for host in hosts),
+        records_mean=statistics.fmean(len(world.view(host)) for host in hosts[:: max(1, len(hosts) // 100)]),
+        estimated_hosts_median=statistics.median(estimates),
+    )
