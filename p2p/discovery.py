@@ -34,7 +34,7 @@ from fusion_node.errors import (
 )
 from fusion_node.types import ModelId, MonotonicS, PeerId, UnixS
 from fusion_node.wire import WireError
-from p2p.addresses import PeerAddress, check_bindable, dialable_hosts, is_loopback, parse_announce, parse_listen
+from p2p.addresses import PeerAddress, check_bindable, is_loopback, parse_announce, parse_listen
 from p2p.bridge import Bridge, Runner
 from p2p.control import (
     Answer,
@@ -65,10 +65,14 @@ from p2p.membership_core import (
 )
 from p2p.peer_book import PeerBook, load, save
 from p2p.publication_core import Publish
+from p2p.reachability import Reachability
+from p2p.reachability_verdict import Plane
 from p2p.record_exchange import MAX_ANSWER_BYTES, MAX_REQUEST_BYTES, PROTOCOL_ID, RecordExchange
 from p2p.records import NodeRecord, RecordTable, Refusal, open_record
 from p2p.seam import PathKind
 from p2p.swarm_key import SwarmKey
+from p2p.upnp import PortMapper
+from p2p.websocket import path_for
 
 EXCHANGE_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 9.0
@@ -107,6 +111,7 @@ class DiscoveryConfig:
         announce: ``HOST:PORT`` under which the listener can also be dialled, as behind a router that forwards a port.
         serve: whether to store and answer for others in the DHT: nodes do, users do not.
         peer_book: the file of known peers; None keeps them for as long as the process lives.
+        upnp: whether to ask the router to forward the ports; without effect when listening on loopback.
     """
 
     listen: tuple[str, ...]
@@ -115,6 +120,7 @@ class DiscoveryConfig:
     serve: bool
     announce: tuple[str, ...] = ()
     peer_book: Path | None = None
+    upnp: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +144,12 @@ class DiscoveryService(Protocol):
 
     @property
     def addresses(self) -> list[str]:
-        """Multiaddrs under which this process can be dialled, with ``/p2p/PEER-ID``."""
+        """Multiaddrs under which this process can be dialled, as far as it knows, with ``/p2p/PEER-ID``: for people."""
+        ...
+
+    @property
+    def announced_addresses(self) -> list[str]:
+        """Those that peers have dialled, that the operator has named, or that lead through a relay: for the swarm."""
         ...
 
     @property
@@ -205,13 +216,14 @@ class Discovery:
         protocols: further requests that are answered here; see also ``add_protocol``.
         swarm_key: what every member of a private swarm has; None for the public swarm.
         relay: what this process carries for others; None carries nothing.
+        is_loopback: of a host; another than the default only in tests, which have nothing but loopback.
 
     Attributes:
+        reachability: which of the addresses can be dialled.
         on_peer_met: each is called in the event loop when a peer has answered or asked for the first time on the
             present connection; from then on ``request`` reaches it.
         on_connection: each is called in the event loop with a peer, and whether it is connected now or not any more.
         extra_addresses: each gives further addresses under which this process can be dialled, as those at a relay.
-        is_announced: which of the addresses that the listeners have are told to others: those that can be dialled.
         on_stream: called in the event loop with every stream for the data plane that a peer opens; None while nobody
             wants them.
         on_path: each is called in the event loop with a peer with which the best connection is now over another path.
@@ -228,6 +240,7 @@ class Discovery:
         protocols: Sequence[RequestProtocol] = (),
         swarm_key: SwarmKey | None = None,
         relay: RelayLimits | None = None,
+        is_loopback: Callable[[str], bool] = is_loopback,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._protocols = {protocol.id: protocol for protocol in protocols}
@@ -236,7 +249,6 @@ class Discovery:
         self.on_peer_met: list[Callable[[PeerId], None]] = []
         self.on_connection: list[Callable[[PeerId, bool], None]] = []
         self.extra_addresses: list[Callable[[], Sequence[PeerAddress]]] = []
-        self.is_announced: Callable[[PeerAddress], bool] = lambda address: True
         self.on_stream: Callable[[IncomingStream], None] | None = None
         self.on_path: list[Callable[[PeerId, PathKind], None]] = []
         self.on_relay_lost: list[Callable[[PeerId], None]] = []
@@ -262,15 +274,24 @@ class Discovery:
         self._lookups: dict[ModelId | None, asyncio.Task[None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
-        self._announce: tuple[tuple[str, int], ...] = ()
+        self.reachability = self._make_reachability(is_loopback)
 
     @property
     def addresses(self) -> list[str]:
-        return [str(address) for address in self._own_addresses()]
+        return [str(address) for address in self._own_addresses(self.reachability.best_known(Plane.CONTROL))]
+
+    @property
+    def announced_addresses(self) -> list[str]:
+        return [str(address) for address in self._own_addresses(self.reachability.announced(Plane.CONTROL))]
 
     @property
     def invite(self) -> str:
-        return Invite(tuple(self._own_addresses())).encode()
+        return Invite(tuple(map(PeerAddress.parse, self.addresses))).encode()
+
+    @property
+    def listening(self) -> tuple[tuple[str, int], ...]:
+        """Host and port of the control plane's sockets, as bound; empty when it only dials."""
+        return self._listen
 
     @property
     def num_peers(self) -> int:
@@ -351,7 +372,7 @@ class Discovery:
 
     async def start(self) -> None:
         listen = tuple(parse_listen(text) for text in self._config.listen)
-        self._announce = tuple(parse_announce(text) for text in self._config.announce)
+        self.reachability.operator_says([parse_announce(text) for text in self._config.announce])
         named: dict[PeerId, list[str]] = {}
         for address in parse_bootstrap(self._config.bootstrap, now=self._now()):
             named.setdefault(address.peer, []).append(str(address))
@@ -364,10 +385,13 @@ class Discovery:
         await self._bridge.start()
         # With the ports that were really bound, so that a restart listens where others know us.
         self._listen = tuple(await self._bridge.call(lambda node: node.listening()))
+        self.reachability.bound(Plane.CONTROL, self._listen)
+        self._spawn(self.reachability.run())
         self._core.start(self._moment())
         self._pump()
         if self._config.mdns and not (self._listen and all(is_loopback(host) for host, _ in self._listen)):
-            self._lan = LanDiscovery(self._identity.peer_id, self._own_addresses(), self._found_on_lan, self._swarm_key)
+            own = list(map(PeerAddress.parse, self.addresses))
+            self._lan = LanDiscovery(self._identity.peer_id, own, self._found_on_lan, self._swarm_key)
             self._spawn(self._lan.run())
 
     async def wait_for_peer(self, timeout_s: float) -> None:
@@ -717,6 +741,7 @@ class Discovery:
             on_stream=lambda stream: self._post(self._take_stream, stream),
             on_path=lambda peer, path: self._post(_tell, self.on_path, peer, path),
             on_relay_lost=lambda relay: self._post(_tell, self.on_relay_lost, relay),
+            on_reached=lambda nonce, at: self._post(self.reachability.reached, Plane.CONTROL, nonce, at),
         )
         return Libp2pRunner(config, hooks)
 
@@ -724,16 +749,24 @@ class Discovery:
         if self.on_stream is not None:
             self.on_stream(stream)
 
-    def _own_addresses(self) -> list[PeerAddress]:
-        listening = [
-            PeerAddress.of(own, port, self._identity.peer_id)
-            for host, port in self._listen
-            for own in dialable_hosts(host)
-        ]
-        announced = [PeerAddress.of(host, port, self._identity.peer_id) for host, port in self._announce]
+    def _make_reachability(self, is_loopback: Callable[[str], bool]) -> Reachability:
+        reachability = Reachability(
+            self,
+            data_path=path_for(None if self._swarm_key is None else self._swarm_key.noise_psk),
+            mapper=PortMapper() if self._config.upnp else None,
+            is_loopback=is_loopback,
+        )
+        self.add_protocol(
+            RequestProtocol(reachability.protocol_id, reachability.max_request_bytes, reachability.dial_back.answer)
+        )
+        self.on_peer_met.append(reachability.peer_met)
+        self.on_connection.append(lambda peer, connected: None if connected else reachability.peer_gone(peer))
+        self.on_down.append(reachability.peers_gone)
+        return reachability
+
+    def _own_addresses(self, direct: Sequence[tuple[str, int]]) -> list[PeerAddress]:
         extra = [address for provider in self.extra_addresses for address in provider()]
-        # What the operator says comes unasked: from here it cannot be checked.
-        return [address for address in listening if self.is_announced(address)] + announced + extra
+        return [*(PeerAddress.of(host, port, self._identity.peer_id) for host, port in direct), *extra]
 
     def _now(self) -> UnixS:
         return UnixS(self._clock())

@@ -65,6 +65,10 @@ class MemoryDiscovery:
         return [str(PeerAddress.of(host, port, self._identity.peer_id)) for host, port in self._listen]
 
     @property
+    def announced_addresses(self) -> list[str]:
+        return self.addresses
+
+    @property
     def invite(self) -> str:
         return Invite(tuple(PeerAddress.parse(address) for address in self.addresses)).encode()
 

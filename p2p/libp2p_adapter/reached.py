@@ -93,14 +93,17 @@ async def probe(swarm: Any, host: str, port: int, source: tuple[str, int]) -> Ob
     """How a listener sees a connection from the port ``source``, as hole punching makes them. None when it fails."""
     family = trio.socket.AF_INET6 if ":" in host else trio.socket.AF_INET
     sock = trio.socket.socket(family, trio.socket.SOCK_STREAM)
-    _set_reuse_flags(sock)
     try:
+        _set_reuse_flags(sock)
         with trio.fail_after(BRING_TIMEOUT_S):
             await sock.bind(source)
             await sock.connect((host, port))
     except (OSError, trio.TooSlowError):
         sock.close()
         return None
+    except BaseException:
+        sock.close()
+        raise
     local_host, local_port = sock.getsockname()[:2]
     seen = await _converse(swarm, trio.SocketStream(sock), PROBE_NONCE)
     return None if seen is None else Observation(local_host, local_port, *seen)
@@ -111,18 +114,19 @@ async def _converse(swarm: Any, stream: trio.SocketStream, nonce: bytes) -> tupl
     connection = RawConnection(TrioTCPStream(stream), True)
     if swarm.psk is not None:
         connection = libp2p_swarm.new_protected_conn(connection, swarm.psk)
-    with suppress(BaseLibp2pError, OSError, ValueError, trio.BrokenResourceError, trio.ClosedResourceError):
-        with trio.move_on_after(BRING_TIMEOUT_S):
-            client, communicator = MultiselectClient(), MultiselectCommunicator(connection)
-            await client.handshake(communicator)
-            await client.try_select(communicator, REACHED_PROTOCOL)
-            await connection.write(nonce)
-            length = (await _read_exactly(connection, 1))[0]
-            host, _, port = (await _read_exactly(connection, length)).decode("ascii").rpartition(":")
-            await trio.aclose_forcefully(stream)
-            return host, int(port)
-    await trio.aclose_forcefully(stream)
-    return None
+    try:
+        with suppress(BaseLibp2pError, OSError, ValueError, trio.BrokenResourceError, trio.ClosedResourceError):
+            with trio.move_on_after(BRING_TIMEOUT_S):
+                client, communicator = MultiselectClient(), MultiselectCommunicator(connection)
+                await client.handshake(communicator)
+                await client.try_select(communicator, REACHED_PROTOCOL)
+                await connection.write(nonce)
+                length = (await _read_exactly(connection, 1))[0]
+                host, _, port = (await _read_exactly(connection, length)).decode("ascii").rpartition(":")
+                return host, int(port)
+        return None
+    finally:
+        await trio.aclose_forcefully(stream)
 
 
 def ends_of_stream(stream: Any, *, is_outgoing: bool) -> ConnectionEnds | None:
