@@ -15,7 +15,7 @@ from p2p.identity import Identity
 from p2p.libp2p_adapter import Libp2pRunner
 from p2p.libp2p_network import Libp2pNetwork
 from p2p.records import PROTOCOL_VERSION
-from p2p.seam import PathKind
+from p2p.seam import Gate, OpenGate, PathKind
 
 T = TypeVar("T")
 
@@ -32,6 +32,7 @@ class LoopbackHost:
     listens: bool = True
     relay: RelayLimits | None = None
     version: int = PROTOCOL_VERSION
+    gate: Gate = field(default_factory=OpenGate)
 
     def __post_init__(self) -> None:
         self.on_stream: Callable[[IncomingStream], None] | None = None
@@ -62,6 +63,9 @@ class LoopbackHost:
     async def call(self, command: Callable[[ControlNode], Awaitable[T]]) -> T:
         return await self.bridge.call(command)
 
+    def protect(self, peer: PeerId, *, protected: bool = True) -> None:
+        """No connection is given up here."""
+
     async def aclose(self) -> None:
         await self.bridge.aclose()
 
@@ -81,6 +85,7 @@ class LoopbackHost:
             on_stream=lambda stream: self._post(self._take_stream, stream),
             on_path=lambda peer, path: self._post(self._tell_path, peer, path),
             on_relay_lost=lambda peer: self._post(self._tell_relay_lost, peer),
+            gate=self.gate,
         )
         return Libp2pRunner(config, hooks)
 

@@ -27,7 +27,7 @@ from libp2p.relay.circuit_v2.pb.circuit_pb2 import HopMessage, StopMessage
 from libp2p.relay.circuit_v2.protocol_buffer import StatusCode
 from libp2p.relay.circuit_v2.utils import read_delimited_msg, write_delimited_msg
 
-from fusion_node.errors import FusionError, PeerUnreachable, ResourceExhausted
+from fusion_node.errors import FusionError, PeerUnreachable
 from fusion_node.types import PeerId
 from p2p.libp2p_adapter.connections import circuit_address, direct, mark_relayed, relay_of, stream_on
 from p2p.libp2p_adapter.messages import closing, translated
@@ -42,6 +42,9 @@ CONNECT_TIMEOUT_S = 8.0
 """For a relay's answer to a request for a circuit: it asks the peer first, which it gives 5 s."""
 
 STOP_TIMEOUT_S = 5.0
+
+UPGRADE_TIMEOUT_S = 4.0
+"""For Noise and yamux through the circuit: four round trips. A relay may have agreed and carry nothing."""
 
 READ_AHEAD_BYTES = 128 * 1024
 
@@ -74,8 +77,7 @@ class Circuits:
             For how many seconds it will.
 
         Raises:
-            PeerUnreachable: there is no direct connection with it.
-            ResourceExhausted: it refuses.
+            PeerUnreachable: there is no direct connection with it, or it refuses.
         """
         answer = await self._ask(relay, HopMessage(type=HopMessage.RESERVE), ASK_TIMEOUT_S)
         self._reserved.add(relay)
@@ -95,17 +97,18 @@ class Circuits:
         """A new connection with a peer through a connected relay.
 
         Raises:
-            PeerUnreachable: there is no direct connection with the relay.
-            ResourceExhausted: the relay refuses, mostly because the peer has no reservation there.
+            PeerUnreachable: there is no direct connection with the relay, or it refuses, mostly because the peer has
+                no reservation there.
+            trio.TooSlowError: it agreed, and nothing came through it.
         """
         request = HopMessage(type=HopMessage.CONNECT)
         request.peer.id = their_id.to_bytes()
         stream = await self._open(relay)
         try:
             await self._exchange(relay, stream, request, CONNECT_TIMEOUT_S)
-            connection = await self._host.upgrade_outbound_connection(
-                _raw(stream, relay, their_id, initiator=True), their_id
-            )
+            raw = _raw(stream, relay, their_id, initiator=True)
+            with trio.fail_after(UPGRADE_TIMEOUT_S):
+                connection = await self._host.upgrade_outbound_connection(raw, their_id)
         except BaseException:
             with trio.CancelScope(deadline=trio.current_time() + 0.5, shield=True):
                 await stream.reset()
@@ -129,7 +132,7 @@ class Circuits:
             await write_delimited_msg(stream, request)
             answer: HopMessage = await read_delimited_msg(stream, HopMessage)
         if answer.status != StatusCode.OK:
-            raise ResourceExhausted(f"relay {relay.to_base58()} refuses: {_name(answer.status)}")
+            raise PeerUnreachable(relay.to_base58(), f"relay {relay.to_base58()} refuses: {_name(answer.status)}")
         return answer
 
     async def _serve_stop(self, stream: Any) -> None:

@@ -174,8 +174,8 @@ class Relay:
 
     async def _run(self, circuit: _Circuit, stream: Any, onward: Any) -> None:
         """Carries in both directions until either side ends, or a limit is reached."""
-        try:
-            async with closing(onward):
+        async with closing(onward):
+            try:
                 answer = HopMessage(type=HopMessage.STATUS, status=StatusCode.OK)
                 self._tell_limits(answer)
                 await write_delimited_msg(stream, answer)
@@ -183,8 +183,8 @@ class Relay:
                     async with trio.open_nursery() as nursery:
                         nursery.start_soon(self._carry, circuit, stream, onward)
                         nursery.start_soon(self._carry, circuit, onward, stream)
-        finally:
-            self._circuits.discard(circuit)
+            finally:
+                self._circuits.discard(circuit)  # before its ends can know
 
     async def _carry(self, circuit: _Circuit, source: Any, sink: Any) -> None:
         with suppress(FusionError), translated("circuit"), suppress(StreamEOF):
