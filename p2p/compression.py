@@ -22,8 +22,8 @@ FEATURE = "zstd"
 """What a peer announces that takes tensors with the codec ``zs1``."""
 
 LARGE_BYTES = 1024 * 1024
-"""Tensors above this are not (de)compressed on an event loop, which would stand still for longer than the 0.7 to 2.4 ms
-that 1 MiB takes, by encoding."""
+"""Tensors above this are not to be (de)compressed on an event loop, which would stand still for longer than the 0.7 to
+2.4 ms that 1 MiB takes, by encoding."""
 
 SAMPLE_BYTES = 64 * 1024
 """Of a tensor, for a trial: 0.5 ms for both levels, and the ratio is within 2 % of that of a megabyte."""
@@ -52,10 +52,8 @@ class Packing:
     payload: Buffer
     kind: Kind
     level: int
-
-    @property
-    def is_large(self) -> bool:
-        return len(self.payload) > LARGE_BYTES
+    is_large: bool
+    """Not work for an event loop."""
 
     def run(self) -> Packed:
         """Compresses it, on any thread. It goes as it is where it does not shrink, or shrinks more than is allowed."""
@@ -75,6 +73,7 @@ class Compressor:
         rate_Bps: what the link with a peer delivers in bytes per second; None when that is not known.
         features: what a peer has announced; nothing is compressed for one that has not announced FEATURE.
         clock: monotonic seconds.
+        large_bytes: size of the tensors, before compression, above which they are no work for an event loop.
     """
 
     def __init__(
@@ -83,10 +82,12 @@ class Compressor:
         rate_Bps: Callable[[PeerId], float | None],
         features: Callable[[PeerId], Collection[str]],
         clock: Callable[[], float] = time.monotonic,
+        large_bytes: int = LARGE_BYTES,
     ) -> None:
         self._rate_Bps = rate_Bps
         self._features = features
         self._clock = clock
+        self._large_bytes = large_bytes
         self._core = CompressionCore(random.Random())  # noqa: S311 - spreads trials, guards nothing
         self.counters: Counter[str] = Counter()
 
@@ -102,7 +103,13 @@ class Compressor:
         choice = self._core.choose(peer, tensor.dtype, len(payload), rate_Bps=self._rate_Bps(peer), now=now)
         if choice.is_trial_due:
             self._try(choice.kind, tensor, payload, now)
-        return None if choice.level is None else Packing(tensor, payload, choice.kind, choice.level)
+        if choice.level is None:
+            return None
+        return Packing(tensor, payload, choice.kind, choice.level, len(payload) > self._large_bytes)
+
+    def is_large(self, tensor: TensorMeta) -> bool:
+        """Whether decompressing a tensor that has come is no work for an event loop."""
+        return bool(tensor.codec) and tensor.num_bytes > self._large_bytes
 
     def note(self, packed: Packed) -> None:
         """Learns from what has been compressed."""
@@ -110,6 +117,11 @@ class Compressor:
         self.counters["tensors"] += 1
         self.counters["bytes_before"] += packed.measured.raw_bytes
         self.counters["bytes_after"] += len(packed.payload)
+
+    def report(self) -> dict[str, float]:
+        """How many tensors were compressed, from how many bytes to how many, and how many trials were made."""
+        names = ("tensors", "bytes_before", "bytes_after", "trials")
+        return {f"compression.{name}": float(self.counters[name]) for name in names}
 
     def forget(self, peer: PeerId) -> None:
         """The link with this peer is gone."""

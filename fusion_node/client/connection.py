@@ -20,6 +20,7 @@ import structlog
 from fusion_node.errors import FusionError, NoPeers, PeerError, PeerTimeout, RemoteProtocolError
 from fusion_node.types import ModelId, PeerId, UnixS
 from p2p.bandwidth import BandwidthMeter
+from p2p.compression import Compressor
 from p2p.discovery import Discovery, DiscoveryConfig, DiscoveryService
 from p2p.identity import Identity, short
 from p2p.invite import swarm_key_of
@@ -114,6 +115,7 @@ class SwarmConnection:
             on_closed=self._on_closed,
         )
         self.bandwidth = BandwidthMeter(self.links)
+        self.compressor = Compressor(rate_Bps=lambda peer: None, features=lambda peer: ())
         self._sessions: dict[bytes, tuple[SessionHandler, LostHandler]] = {}
         self._status: dict[int, tuple[PeerId, asyncio.Future[StatusReply]]] = {}
         self._request_numbers = itertools.count(1)
@@ -215,6 +217,7 @@ class SwarmConnection:
                 raise RemoteProtocolError(peer, f"{short(peer)} sent {type(message).__name__} to a user")
 
     def _on_closed(self, peer: PeerId, error: FusionError) -> None:
+        self.compressor.forget(peer)
         self.bandwidth.forget(peer)
         for _, on_lost in list(self._sessions.values()):
             on_lost(peer, error)

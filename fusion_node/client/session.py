@@ -8,6 +8,7 @@ from fusion_node.client.connection import SwarmConnection
 from fusion_node.client.session_core import Failed, Opened, SessionCore, SessionEvent, StepDone
 from fusion_node.errors import FusionError, PeerError
 from fusion_node.types import MonotonicS, PeerId
+from p2p.compression import Packed, Packing
 from p2p.messages import AnyMessage, StepResult, TensorMeta
 
 
@@ -56,6 +57,10 @@ class Session:
         return self._core.reused_positions
 
     @property
+    def _first_peer(self) -> PeerId:
+        return PeerId(self._core.plan.stages[0].peer)
+
+    @property
     def num_computed(self) -> int:
         """Positions that every stage has computed, reused ones included."""
         return self._core.num_computed
@@ -65,8 +70,12 @@ class Session:
         """Steps sent whose answer has not been taken with next_done, arrived or not."""
         return self._num_outstanding
 
+    def packing(self, tensor: TensorMeta, payload: memoryview) -> Packing | None:
+        """How to compress the rows of the next positions; None to send them as they are."""
+        return self._connection.compressor.choose(self._first_peer, tensor, payload)
+
     def send(self, tensor: TensorMeta, payload: memoryview, *, want_last: bool) -> None:
-        """Sends the rows of the next positions. Returns at once.
+        """Sends the rows of the next positions as they are. Returns at once.
 
         Raises:
             FusionError: what ended the session, or the first stage is gone.
@@ -75,11 +84,16 @@ class Session:
             raise self._failure
         self._num_outstanding += 1
         step = self._core.next_step(tensor, want_last=want_last, now=self._now())
-        self._connection.links.send(PeerId(self._core.plan.stages[0].peer), step, payload)
+        self._connection.links.send(self._first_peer, step, payload)
         self._pump()
 
+    def send_packed(self, packed: Packed, *, want_last: bool) -> None:
+        """Sends rows that were compressed as ``packing`` said; see ``send``."""
+        self._connection.compressor.note(packed)
+        self.send(packed.tensor, memoryview(packed.payload), want_last=want_last)
+
     async def next_done(self) -> tuple[StepDone, TensorMeta, memoryview]:
-        """The answer to the oldest unanswered step.
+        """The answer to the oldest unanswered step, whose rows may be compressed.
 
         Raises:
             FusionError: what ended the session.

@@ -287,7 +287,7 @@ class SessionCore:
             return
         pending = self._pending.popleft()
         expected = TensorMeta(self._wire_dtype, len(pending.step.want), self._row_size)
-        if message.nodes != pending.step.want or message.tensor != expected:
+        if message.nodes != pending.step.want or message.tensor.uncompressed != expected:
             self._fail(RemoteProtocolError(source, f"node {short(source)} returned other rows than it was asked for"))
             return
         self.num_computed = pending.step.first_node + pending.step.tensor.num_rows - 1

@@ -37,8 +37,9 @@ from fusion_node.engine.tensor_codec import RowsNotFinite, decode_rows, encode_r
 from fusion_node.errors import ConfigError, ContextTooLong, NoPeers, NoRoute, PeerError, RemoteProtocolError
 from fusion_node.store import ModelStore, StoredModel
 from fusion_node.types import LayerRange, MonotonicS, PeerId
+from fusion_node.wire import WireError
 from p2p.identity import Identity, short
-from p2p.messages import CloseSession, TensorMeta
+from p2p.messages import INT8, CloseSession, TensorMeta
 from p2p.records import PROTOCOL_VERSION, Plan, PlanStage, sign_plan
 from p2p.swarm_key import SwarmKey
 from scheduler.planner import Candidate, Route, Uncovered, plan_route
@@ -169,6 +170,8 @@ class SwarmClient:
         peers: multiaddrs or invites to enter the swarm by.
         home: folder of the store; None is the default place.
         numerics: class that nodes must serve, and that the boundary computes in.
+        wire: ``int8`` sends rows between machines with eight bits per value, which loses a little of them at every hop
+            (docs/models.md says how much); None sends what the numerics class computes, to the bit.
         device: for the boundary.
         threads: torch threads of this process; None leaves torch's choice.
         mdns: whether to look for nodes on the local network and on this machine.
@@ -190,6 +193,7 @@ class SwarmClient:
         peers: Sequence[str] = (),
         home: Path | None = None,
         numerics: str = "fp32",
+        wire: str | None = None,
         device: str = "cpu",
         threads: int | None = None,
         mdns: bool = True,
@@ -202,6 +206,7 @@ class SwarmClient:
         self._priority = 1 if background else 0
         self.model = ModelStore(home).find(model)
         self._numerics = numerics_class(numerics)
+        self._wire = _wire_encoding(wire)
         self._device = choose_device(device)
         self._threads = threads
         self._owns_connection = connection is None
@@ -460,7 +465,7 @@ class SwarmClient:
             plan,
             sign_plan(plan, self.connection.identity),
             row_size=self._hidden_size,
-            wire_dtype=self._numerics.wire_dtype,
+            wire_dtype=plan.wire or self._numerics.wire_dtype,
             prefix=prefix,
         )
         session = await stack.enter_async_context(Session(self.connection, core))
@@ -494,6 +499,7 @@ class SwarmClient:
                 for node, layers in routed.stages
             ),
             priority=self._priority,
+            wire=self._wire,
         )
 
     async def _route(self, num_positions: int) -> _Routed:
@@ -588,7 +594,7 @@ class SwarmClient:
                 peer = answer.stages[-1][0]
                 raise RemoteProtocolError(peer, f"node {short(peer)} returned a bad row: {error}") from error
             if rows is not None:
-                session.send(*rows, want_last=True)
+                await self._send(session, *rows, want_last=True)
             yield token
             if rows is not None:
                 done, tensor, payload = await session.next_done()
@@ -604,23 +610,32 @@ class SwarmClient:
             tensor, payload = await self._on_compute(self._embed, boundary, ids[start : start + size])
             while session.num_outstanding >= IN_FLIGHT_PER_STAGE * num_stages:
                 work.note((await session.next_done())[0], session)
-            session.send(tensor, payload, want_last=start + size >= len(ids))
+            await self._send(session, tensor, payload, want_last=start + size >= len(ids))
         while session.num_outstanding > 1:
             work.note((await session.next_done())[0], session)
         return await session.next_done()
 
+    async def _send(self, session: Session, tensor: TensorMeta, payload: memoryview, *, want_last: bool) -> None:
+        """Sends rows, compressed where that pays. One call per session at a time, so that they stay in order."""
+        packing = session.packing(tensor, payload)
+        if packing is None:
+            session.send(tensor, payload, want_last=want_last)
+        else:
+            packed = await self._on_compute(packing.run) if packing.is_large else packing.run()
+            session.send_packed(packed, want_last=want_last)
+
     # on the compute thread
 
     def _embed(self, boundary: Boundary, ids: Sequence[int]) -> tuple[TensorMeta, memoryview]:
-        return encode_rows(boundary.embed(ids), self._numerics.wire_dtype)
+        return encode_rows(boundary.embed(ids), self._wire or self._numerics.wire_dtype)
 
     def _advance(
         self, boundary: Boundary, work: _Work, tensor: TensorMeta, payload: memoryview, is_last: bool
     ) -> tuple[int, tuple[TensorMeta, memoryview] | None]:
         """From a returned row to the next token and, unless nothing follows, that token's embedding."""
         try:
-            rows_TD = decode_rows(tensor, payload)
-        except RowsNotFinite as error:
+            rows_TD = decode_rows(tensor, payload, as_dtype=self._numerics.wire_dtype)
+        except (RowsNotFinite, WireError) as error:
             raise _RowRefused(str(error)) from error
         logits_V = boundary.logits(rows_TD)[0]
         seen = work.answer.all_ids
@@ -663,6 +678,19 @@ class _Work:
                 )
             )
         self.stats.stages = tuple(reports)
+
+
+def _wire_encoding(wire: str | None) -> str:
+    """What a plan says for it.
+
+    Raises:
+        ConfigError: there is no such encoding.
+    """
+    if wire is None:
+        return ""
+    if wire != "int8":
+        raise ConfigError(f"unknown encoding {wire!r} for the wire: int8, or none for the exact one")
+    return INT8
 
 
 def _eos_ids(model: StoredModel) -> frozenset[int]:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from fusion_node.engine.block_manager_core import BlockManager, NoRoom
 from fusion_node.engine.session_log_core import SessionLog
 from fusion_node.types import LayerRange, ModelId, MonotonicS, PeerId
-from p2p.messages import RETAIN_S, SUCCESSOR_UNREACHABLE, OpenSession
+from p2p.messages import INT8, RETAIN_S, SUCCESSOR_UNREACHABLE, OpenSession
 from p2p.records import Plan
 
 LEASE_S = 120.0
@@ -106,6 +106,7 @@ class _Retained:
 
     epoch: int
     layers: LayerRange
+    wire: str
     until: MonotonicS
 
 
@@ -268,6 +269,8 @@ class Admission:
             return Refused(RefusalCode.UNKNOWN_MODEL, "another model is served here")
         if plan.numerics != self.numerics:
             return Refused(RefusalCode.NUMERICS, f"the numerics here are {self.numerics}")
+        if plan.wire not in ("", INT8):
+            return Refused(RefusalCode.BAD_PLAN, "rows in an encoding that is not known here")
         place = plan.stages[message.stage]
         layers = LayerRange(place.start, place.stop)
         if layers.start < self.layers.start or layers.stop > self.layers.stop:
@@ -292,7 +295,7 @@ class Admission:
 
     def _reserve(self, message: OpenSession, plan: Plan, source: PeerId, layers: LayerRange) -> int | Refused:
         """How many positions are there already."""
-        num_shared = min(message.prefix_positions, self._num_sharable(message.prefix, source, layers))
+        num_shared = min(message.prefix_positions, self._num_sharable(message.prefix, source, layers, plan.wire))
         prefix = (message.prefix, num_shared) if num_shared else None
         room = self.blocks.open(message.session, owner=source, max_slots=plan.max_positions, prefix=prefix)
         if isinstance(room, NoRoom):
@@ -302,14 +305,17 @@ class Admission:
             )
         return room
 
-    def _num_sharable(self, key: bytes, user: PeerId, layers: LayerRange) -> int:
-        """How many positions of that session another one of this user over these layers may begin with."""
+    def _num_sharable(self, key: bytes, user: PeerId, layers: LayerRange, wire: str) -> int:
+        """How many positions of that session another one of this user over these layers may begin with.
+
+        Rows that came in another encoding have left other KV: an answer that was to be exact would not be.
+        """
         source = self._sessions.get(key)
         if source is not None and source.user == user:
-            return source.num_computed if source.layers == layers else 0
+            return source.num_computed if (source.layers, source.plan.wire) == (layers, wire) else 0
         kept = self._retained.get((user, key))
         # The block manager knows how long the table is, and whether it is still there.
-        return self.max_positions if kept is not None and kept.layers == layers else 0
+        return self.max_positions if kept is not None and (kept.layers, kept.wire) == (layers, wire) else 0
 
     def _count(self, refused: Refused) -> Refused:
         self.refused[refused.code] += 1
@@ -328,7 +334,7 @@ class Admission:
                 if not self.blocks.is_retained(key, owner=user):
                     del self._retained[user, key]
         if self.blocks.is_retained(session.key, owner=session.user):
-            kept = _Retained(session.plan.epoch, session.layers, retain_until)
+            kept = _Retained(session.plan.epoch, session.layers, session.plan.wire, retain_until)
             self._retained[session.user, session.key] = kept
 
     def _release(self, user: PeerId, key: bytes) -> None:

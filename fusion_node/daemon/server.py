@@ -12,12 +12,14 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
 import structlog
 
 from fusion_node.daemon.admission_core import MAX_QUEUED_ROWS, Admission, RefusalCode, Refused, Session
+from fusion_node.daemon.in_order import InOrder
 from fusion_node.engine.batching_core import Batch, BatchingCore, BatchingStatus, Overload, Priority, Work
 from fusion_node.engine.device import prepare_thread, release_cached_memory
 from fusion_node.engine.session_log_core import Duplicate, StepFault, StepRows
@@ -25,7 +27,9 @@ from fusion_node.engine.shard_engine import PlannedBatch, ShardEngine
 from fusion_node.engine.tensor_codec import RowsNotFinite, StepTensors, decode_rows
 from fusion_node.errors import FusionError, PeerError, RemoteProtocolError, ResourceExhausted
 from fusion_node.types import MonotonicS, PeerId, UnixS
+from fusion_node.wire import WireError
 from p2p.bandwidth import BandwidthMeter
+from p2p.compression import Compressor, Packed
 from p2p.identity import short
 from p2p.links import LinkPool
 from p2p.messages import (
@@ -67,6 +71,8 @@ class _OnDevice:
     """A session that is served. The batching core knows it by this object: an id may be opened anew."""
 
     session: Session
+    arriving: InOrder
+    leaving: InOrder
     num_failures: int = 0
     """Forwards with rows of it that failed: what is computed behind one does not count."""
 
@@ -138,20 +144,28 @@ class NodeServer:
             ThreadPoolExecutor(1, thread_name_prefix=f"device-{index}", initializer=prepare_thread)
             for index in range(engine.num_devices)
         ]
+        self._codec = ThreadPoolExecutor(2, thread_name_prefix="codec")
+        """Compresses and decompresses large tensors."""
         self._is_first_busy = False
         self._is_closed = False
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._running: set[asyncio.Future[None]] = set()
+        self._running: set[asyncio.Future[Any]] = set()
         self._flights: set[_Flight] = set()
         self._started_at = clock()
         self._pool: LinkPool | None = None
         self.bandwidth: BandwidthMeter | None = None
+        self._compressor: Compressor | None = None
         self.counters: Counter[str] = Counter()
 
-    def attach(self, pool: LinkPool) -> None:
-        """Where to send; the pool and the server need each other, so this comes second."""
+    def attach(self, pool: LinkPool, *, compressor: Compressor | None = None) -> None:
+        """Where to send; the pool and the server need each other, so this comes second.
+
+        Args:
+            compressor: decides which rows are compressed; one that goes by the pool's links if not given.
+        """
         self._pool = pool
+        self._compressor = compressor or Compressor(rate_Bps=lambda peer: None, features=lambda peer: ())
         self.bandwidth = BandwidthMeter(pool, is_busy=lambda: bool(self._flights), clock=self._clock)
 
     # what the link pool tells
@@ -188,6 +202,8 @@ class NodeServer:
             self._end(session, PEER_LOST, str(error), culprit=peer)
         if self.bandwidth is not None:
             self.bandwidth.forget(peer)
+        if self._compressor is not None:
+            self._compressor.forget(peer)
 
     # sessions
 
@@ -226,8 +242,8 @@ class NodeServer:
         if self._timer is not None:
             self._timer.cancel()
         # A thread ends with the forward it is in: a process that exits in the middle of one may crash.
-        for device in self._devices:
-            device.shutdown(wait=False, cancel_futures=True)
+        for threads in (*self._devices, self._codec):
+            threads.shutdown(wait=False, cancel_futures=True)
 
     def _open(self, peer: PeerId, message: OpenSession) -> None:
         """Admits a session in the call that read the message, so that a close that follows finds it."""
@@ -241,7 +257,7 @@ class NodeServer:
         if isinstance(session, Refused):
             self._refuse(peer, message, session)
             return
-        self._on_device[session.key] = _OnDevice(session)
+        self._on_device[session.key] = _OnDevice(session, self._in_order(), self._in_order())
         if session.is_last:
             self._confirm(session, message)
         else:
@@ -298,7 +314,10 @@ class NodeServer:
 
     def _forget(self, session: Session) -> None:
         if self._is_open(session):
-            self._batching.cancel(self._on_device.pop(session.key))
+            on_device = self._on_device.pop(session.key)
+            on_device.arriving.clear()
+            on_device.leaving.clear()
+            self._batching.cancel(on_device)
 
     def _is_open(self, session: Session) -> bool:
         """Whether this very session is served: its id may have been opened anew since."""
@@ -314,7 +333,7 @@ class NodeServer:
             # Steps in flight when a session ends are no fault, and a stranger learns nothing from silence.
             self.counters["steps_without_session"] += 1
             return
-        dtype, size = self._engine.wire_dtype, self._engine.hidden_size
+        dtype, size = self._encoding(session), self._engine.hidden_size
         if message.tensor.row_size != size or message.tensor.dtype != dtype:
             self._end(session, "bad-shape", f"rows must be {dtype} of {size}", culprit=peer)
             return
@@ -326,9 +345,22 @@ class NodeServer:
         if session.num_queued_rows + message.tensor.num_rows > MAX_QUEUED_ROWS:
             self._end(session, "flooded", f"more than {MAX_QUEUED_ROWS} rows wait for the device", culprit=peer)
             return
+        session.num_queued_rows += message.tensor.num_rows
+        on_device.arriving.submit(
+            partial(decode_rows, message.tensor, payload, as_dtype=self._engine.wire_dtype),
+            partial(self._apply_step, peer, on_device, message),
+            is_large=self._require_compressor().is_large(message.tensor),
+        )
+
+    def _apply_step(self, peer: PeerId, on_device: _OnDevice, message: Step, decoded: Callable[[], Any]) -> None:
+        """The rows of a step can be had, and the steps before it were applied."""
+        session = on_device.session
+        session.num_queued_rows -= message.tensor.num_rows  # until the log says that they are to be computed
+        if not self._is_open(session):
+            return
         try:
-            hidden = decode_rows(message.tensor, payload)
-        except RowsNotFinite as error:
+            hidden = decoded()
+        except (RowsNotFinite, WireError) as error:
             # Before the step has any part in a forward: others' rows have the bits that they would have without it.
             self._end(session, "bad-rows", str(error), culprit=peer)
             return
@@ -355,12 +387,12 @@ class NodeServer:
                 self._queue(on_device, message, rows, hidden)
 
     def _queue(self, on_device: _OnDevice, message: Step, rows: StepRows, hidden: Any) -> None:
-        session, now, dtype = on_device.session, self._now(), self._engine.wire_dtype
+        session, now = on_device.session, self._now()
         row_of = {node: row for row, node in enumerate(rows.nodes)} if session.is_last else {}
         returned = tuple(node for node in message.want if node in row_of)
         out = [row_of[node] for node in returned] if session.is_last else None
         num_moved = 0 if rows.move is None else len(rows.move.sources)
-        tensors = StepTensors(hidden, rows.live_rows, out, dtype)
+        tensors = StepTensors(hidden, rows.live_rows, out, self._encoding(session))
         step = _Step(on_device, message, rows, tensors, returned, _now_us())
         overload = self._batching.add(
             Work(
@@ -531,6 +563,23 @@ class NodeServer:
         queue_us = 0 if step.began_us is None else step.began_us - step.queued_us
         timings = (*message.timings, StageTiming(min(queue_us, _MAX_US), min(step.compute_us, _MAX_US)))
         tensor, payload = step.tensors.meta, step.tensors.payload
+        packing = self._require_compressor().choose(session.next, tensor, payload)
+        step.on_device.leaving.submit(
+            (lambda: None) if packing is None else packing.run,
+            partial(self._send_on, step, timings),
+            is_large=packing is not None and packing.is_large,
+        )
+
+    def _send_on(self, step: _Step, timings: tuple[StageTiming, ...], packed: Callable[[], Packed | None]) -> None:
+        """What a step has come to can be sent, and what is before it was."""
+        session, message = step.on_device.session, step.message
+        if not self._is_open(session):
+            return
+        tensor, payload = step.tensors.meta, step.tensors.payload
+        smaller = packed()
+        if smaller is not None:
+            self._require_compressor().note(smaller)
+            tensor, payload = smaller.tensor, memoryview(smaller.payload)
         forward: AnyMessage
         if session.is_last:
             forward = StepResult(session.key, message.epoch, message.sequence, step.returned, tensor, timings)
@@ -546,6 +595,17 @@ class NodeServer:
 
     # small things
 
+    def _in_order(self) -> InOrder:
+        def watch(future: asyncio.Future[Any]) -> None:
+            self._running.add(future)
+            future.add_done_callback(self._running.discard)
+
+        return InOrder(self._codec, watch=watch)
+
+    def _encoding(self, session: Session) -> str:
+        """Of the rows that come and go in a session."""
+        return session.plan.wire or self._engine.wire_dtype
+
     def _counters(self) -> dict[str, float]:
         load = self.status()
         return {
@@ -560,6 +620,7 @@ class NodeServer:
             **{name: float(value) for name, value in self.counters.items()},
             **{f"refused.{name}": float(value) for name, value in self._admission.refused.items()},
             **{f"link.{name}": float(value) for name, value in self._require_pool().counters.items()},
+            **self._require_compressor().report(),
         }
 
     def _send(self, peer: PeerId, message: AnyMessage) -> None:
@@ -568,6 +629,11 @@ class NodeServer:
         except PeerError:
             # Whoever is gone cannot be told; on_closed has been or will be called.
             log.debug("message not sent", peer=short(peer), message=type(message).__name__)
+
+    def _require_compressor(self) -> Compressor:
+        if self._compressor is None:
+            raise RuntimeError("NodeServer.attach was not called")
+        return self._compressor
 
     def _require_pool(self) -> LinkPool:
         if self._pool is None:

@@ -60,13 +60,13 @@ def test_a_fast_link_or_one_of_unknown_rate_gets_plain_tensors(rate_Bps: float |
 
 def test_what_does_not_shrink_goes_as_it_is() -> None:
     noise = np.random.default_rng(1).bytes(len(PAYLOAD))
-    packed = Packing(TENSOR, noise, KIND, 1).run()
+    packed = Packing(TENSOR, noise, KIND, 1, False).run()
     assert (packed.tensor, packed.payload) == (TENSOR, noise)
 
 
 def test_what_shrinks_so_much_that_a_receiver_would_refuse_it_goes_as_it_is() -> None:
     zeros = bytes(len(PAYLOAD))
-    packed = Packing(TENSOR, zeros, KIND, 1).run()
+    packed = Packing(TENSOR, zeros, KIND, 1, False).run()
     assert (packed.tensor, packed.payload) == (TENSOR, zeros)
 
 
@@ -78,5 +78,8 @@ def test_a_trial_of_a_large_tensor_looks_at_some_of_its_rows() -> None:
     assert slow.choose(PEER, TensorMeta("bf16", 256, 2048), payload) is None
     packing = slow.choose(PEER, TensorMeta("bf16", 256, 2048), payload)
     assert packing is not None
-    assert not packing.is_large
+    assert not packing.is_large  # but the next row would make it so
+    assert slow.is_large(TensorMeta("bf16", 257, 2048, ZSTD))
+    assert not slow.is_large(TensorMeta("bf16", 256, 2048, ZSTD))
+    assert not slow.is_large(TensorMeta("bf16", 257, 2048))  # not compressed, so nothing is to be done
     assert decompress(packing.run().payload, TensorMeta("bf16", 256, 2048, ZSTD)).tobytes() == payload

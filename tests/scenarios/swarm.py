@@ -31,6 +31,7 @@ from p2p.memory import MemoryNetwork, MemoryWorld
 from p2p.memory_discovery import MemoryDiscovery, World
 from p2p.messages import AnyMessage, OpenSession, Step, TensorMeta
 from p2p.records import NodeRecord, Plan, PlanStage, ShardRecord, sign_plan, sign_record
+from p2p.tensor_wire import decompress
 from tests.engine.tiny import TinyModel
 
 MODEL = ModelId("ab" * 32)
@@ -262,32 +263,45 @@ class MemorySwarm:
             plan,
             sign_plan(plan, connection.identity),
             row_size=nodes[0].engine.hidden_size,
-            wire_dtype=nodes[0].engine.wire_dtype,
+            wire_dtype=plan.wire or nodes[0].engine.wire_dtype,
         )
         return Session(connection, core)
 
-    async def answer(self, connection: SwarmConnection, nodes: Sequence[Node], prompt: list[int]) -> Answer:
+    async def answer(
+        self, connection: SwarmConnection, nodes: Sequence[Node], prompt: list[int], *, wire: str = ""
+    ) -> Answer:
         """Eight greedy tokens, with the bytes of every row that came back."""
-        async with await self.session(connection, nodes) as session:
-            return await self.decode(session, prompt)
+        async with await self.session(connection, nodes, wire=wire) as session:
+            return await self.decode(session, prompt, dtype=wire or "f32")
 
-    async def decode(self, session: Session, prompt: list[int], *, between: Callable[[], None] | None = None) -> Answer:
+    async def decode(
+        self,
+        session: Session,
+        prompt: list[int],
+        *,
+        between: Callable[[], None] | None = None,
+        dtype: str = "f32",
+    ) -> Answer:
         answer = Answer()
         ids = prompt
         for _ in range(8):
-            tensor, payload = self.rows(ids)
-            session.send(tensor, payload, want_last=True)
+            tensor, payload = self.rows(ids, dtype)
+            packing = session.packing(tensor, payload)
+            if packing is None:
+                session.send(tensor, payload, want_last=True)
+            else:
+                session.send_packed(packing.run(), want_last=True)
             if between is not None:
                 between()
             _, meta, row = await session.next_done()
-            answer.rows.append(bytes(row))
+            answer.rows.append(bytes(decompress(row, meta)) if meta.codec else bytes(row))
             token = int(self.boundary.logits(decode_rows(meta, row))[0].argmax())
             answer.tokens.append(token)
             ids = [token]
         return answer
 
-    def rows(self, ids: Sequence[int]) -> tuple[TensorMeta, memoryview]:
-        return encode_rows(self.boundary.embed(ids), "f32")
+    def rows(self, ids: Sequence[int], dtype: str = "f32") -> tuple[TensorMeta, memoryview]:
+        return encode_rows(self.boundary.embed(ids), dtype)
 
 
 @dataclass
