@@ -50,6 +50,7 @@ from p2p.invite import Invite, parse_bootstrap
 from p2p.mdns import LanDiscovery
 from p2p.membership_core import (
     Ask,
+    Connection,
     Dial,
     Disconnect,
     Gossip,
@@ -63,7 +64,7 @@ from p2p.membership_core import (
     Silence,
     WayIn,
 )
-from p2p.peer_book import PeerBook, load, save
+from p2p.peer_book import KnownPeer, PeerBook, load, save
 from p2p.publication_core import Publish
 from p2p.reachability import Reachability
 from p2p.reachability_verdict import Plane
@@ -301,6 +302,16 @@ class Discovery:
     def connected(self) -> list[PeerId]:
         """Peers that are connected, whoever has made the connection."""
         return self._core.connected
+
+    @property
+    def connections(self) -> list[Connection]:
+        """What is known of the connections with them."""
+        return self._core.connections(self._moment())
+
+    @property
+    def known_peers(self) -> list[KnownPeer]:
+        """Those that this process, or another one of this home, has dialled with success."""
+        return self._core.book.entries()
 
     @property
     def clock_offset_s(self) -> float | None:

@@ -109,6 +109,13 @@ class PeerGate:
             excess = self._limits.received(peer, num_messages, num_bytes, now=self._clock())
             return None if excess is None else self._refuse(excess)
 
+    def reason_against(self, peer: PeerId) -> str | None:
+        """As ``refuse_peer``, for people: nothing is counted."""
+        with self._lock:
+            if self._bans.of_peer(peer, now=self._wall_clock()) is not None:
+                return BANNED
+            return None if self._allow_list is None else self._allow_list.refuse(peer)
+
     # what is told
 
     def connected(self, host: str) -> None:

@@ -164,6 +164,25 @@ class NamedPeer:
     problem: str
 
 
+@dataclass(frozen=True, slots=True)
+class Connection:
+    """One that is open.
+
+    Attributes:
+        age_s: since it was made.
+        heard_s: since the peer was last heard on it; as old as the connection when it never was.
+        is_suspect: it was silent when something was due, and is being asked.
+        addresses: that were dialled; empty when it was the peer that dialled.
+    """
+
+    peer: PeerId
+    age_s: float
+    heard_s: float
+    is_suspect: bool
+    we_dialled: bool
+    addresses: tuple[str, ...]
+
+
 # What the shell is to do.
 
 
@@ -395,6 +414,12 @@ class Membership:
     @property
     def connected(self) -> list[PeerId]:
         return list(self._connections)
+
+    def connections(self, now: Moment) -> list[Connection]:
+        return [
+            Connection(peer, now.s - c.since_s, now.s - c.heard_s, c.is_suspect, c.we_dialled, c.addresses)
+            for peer, c in self._connections.items()
+        ]
 
     @property
     def has_met(self) -> bool:

@@ -11,6 +11,7 @@ import typer
 import fusion_node
 from fusion_node.cli.control import pause, resume
 from fusion_node.cli.demo import demo
+from fusion_node.cli.invite import invite
 from fusion_node.cli.join import join
 from fusion_node.cli.models import models_app
 from fusion_node.cli.serve import serve
@@ -33,6 +34,7 @@ app.command()(serve)
 app.command()(generate)
 app.command()(chat)
 app.command()(status)
+app.command()(invite)
 app.command()(pause)
 app.command()(resume)
 

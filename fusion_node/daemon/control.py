@@ -1,8 +1,9 @@
 """The local control socket: what a node tells its operator on this machine, and takes from them.
 
 HTTP over a Unix domain socket, one per node, ``PEER-ID.sock`` in the home's ``run`` folder: ``GET /state``,
-``POST /pause`` (``{"at_once": true}``) and ``POST /resume``, each answered with a Reply as JSON, and ``GET /network``,
-answered with a NetworkReport (``?measure=1`` measures bandwidth before, which takes some seconds). The folder has mode
+``POST /pause`` (``{"at_once": true}``) and ``POST /resume``, each answered with a Reply as JSON; ``GET /network``,
+answered with a NetworkReport (``?measure=1`` measures bandwidth before, which takes some seconds); ``GET /peers``, with
+a PeersReply; and ``POST /invite``, with an InviteReply, which may hold the key of a private swarm. The folder has mode
 0700 and the socket 0600, so whoever can connect is the node's own user; there is no other access control. A path that
 is too long for a socket (sun_path, unix(7)) is a symbolic link to a short one.
 
@@ -29,11 +30,14 @@ import structlog
 from aiohttp import web
 
 from fusion_node.daemon.network_report import NetworkReport
+from fusion_node.daemon.swarm_report import InviteReply, InviteRequest, PeersReply
 
 MAX_REQUEST_BYTES = 4 * 1024
 MAX_REPLY_BYTES = 16 * 1024
 MAX_REPORT_BYTES = 512 * 1024
 """A node has at most some hundred links, of about 200 bytes each."""
+MAX_PEERS_BYTES = 16 * 1024 * 1024
+"""A node may know 20,000 records, of which each becomes some 300 bytes here."""
 MAX_NODES = 32
 """Of one home that are asked."""
 
@@ -132,6 +136,14 @@ class Controllable(Protocol):
         """What it knows of its place in the network; None while it starts. ``measure``: and its bandwidth, now."""
         ...
 
+    def invite(self, request: InviteRequest) -> InviteReply | None:
+        """How others can enter its swarm; None while it starts."""
+        ...
+
+    async def peers(self) -> PeersReply | None:
+        """With whom it is in touch; None while it starts."""
+        ...
+
 
 # the node's side
 
@@ -170,10 +182,22 @@ def _application(node: Controllable) -> web.Application:
         return reply(before)
 
     async def network(request: web.Request) -> web.Response:
-        report = await node.network(measure=request.query.get("measure") == "1")
-        if report is None:
+        return if_started(await node.network(measure=request.query.get("measure") == "1"))
+
+    async def invite(request: web.Request) -> web.Response:
+        try:
+            wish = msgspec.json.decode(await request.read() or b"{}", type=InviteRequest)
+        except msgspec.MsgspecError as error:
+            raise web.HTTPBadRequest from error
+        return if_started(node.invite(wish))
+
+    async def peers(_: web.Request) -> web.Response:
+        return if_started(await node.peers())
+
+    def if_started(value: msgspec.Struct | None) -> web.Response:
+        if value is None:
             raise web.HTTPServiceUnavailable
-        return as_json(report)
+        return as_json(value)
 
     def reply(before: Phase) -> web.Response:
         return as_json(Reply(node.state(), before))
@@ -182,8 +206,8 @@ def _application(node: Controllable) -> web.Application:
         return web.Response(body=msgspec.json.encode(value), content_type="application/json")
 
     application = web.Application(client_max_size=MAX_REQUEST_BYTES)
-    application.add_routes([web.get("/state", state), web.get("/network", network)])
-    application.add_routes([web.post("/pause", pause), web.post("/resume", resume)])
+    application.add_routes([web.get("/state", state), web.get("/network", network), web.get("/peers", peers)])
+    application.add_routes([web.post("/pause", pause), web.post("/resume", resume), web.post("/invite", invite)])
     return application
 
 
@@ -264,6 +288,17 @@ async def ask_network(folder: Path, peers: Sequence[str], *, measure: bool) -> l
     return await _ask_each(folder, peers, _Question("GET", path, NetworkReport, MAX_REPORT_BYTES, timeout_s))
 
 
+async def ask_peers(folder: Path, peers: Sequence[str]) -> list[Answer[PeersReply]]:
+    """With whom nodes of this machine are in touch, as ``ask_nodes``."""
+    return await _ask_each(folder, peers, _Question("GET", "peers", PeersReply, MAX_PEERS_BYTES, ASK_TIMEOUT_S))
+
+
+async def ask_invites(folder: Path, peers: Sequence[str], request: InviteRequest) -> list[Answer[InviteReply]]:
+    """Invites to the swarms of nodes of this machine, as ``ask_nodes``."""
+    question = _Question("POST", "invite", InviteReply, MAX_REPLY_BYTES, ASK_TIMEOUT_S, request)
+    return await _ask_each(folder, peers, question)
+
+
 @dataclass(frozen=True, slots=True)
 class _Question(Generic[T]):
     """One request, and what its answer is."""
@@ -273,7 +308,7 @@ class _Question(Generic[T]):
     reply: type[T]
     limit_bytes: int
     timeout_s: float
-    body: PauseRequest | None = None
+    body: PauseRequest | InviteRequest | None = None
 
 
 async def _ask_each(folder: Path, peers: Sequence[str], question: _Question[T]) -> list[Answer[T]]:

@@ -14,6 +14,7 @@ from fusion_node.daemon.control import NodeState, Phase
 from fusion_node.daemon.manners import MannersShell
 from fusion_node.daemon.manners_core import PauseReason, Standing
 from fusion_node.daemon.network_report import NetworkReport
+from fusion_node.daemon.swarm_report import InviteReply, InviteRequest, PeersReply, Swarming
 
 RATE_WINDOW_S = 10.0
 """Over which the rows per second are told."""
@@ -84,10 +85,15 @@ class NodeLife:
         self._working: Working | None = None
         self._rate = RowRate()
         self._examiner: Examining | None = None
+        self._swarm: Swarming | None = None
 
     def in_the_network(self, examiner: Examining) -> None:
         """The control plane is up; this tells of it from now on."""
         self._examiner = examiner
+
+    def in_the_swarm(self, view: Swarming) -> None:
+        """The control plane is up; this tells of the peers from now on."""
+        self._swarm = view
 
     def loading(self, layers: str, device: str) -> None:
         """Layers and device are chosen, and the weights are being read."""
@@ -122,6 +128,12 @@ class NodeLife:
 
     async def network(self, *, measure: bool) -> NetworkReport | None:
         return None if self._examiner is None else await self._examiner.report(measure=measure)
+
+    def invite(self, request: InviteRequest) -> InviteReply | None:
+        return None if self._swarm is None else self._swarm.invite(request)
+
+    async def peers(self) -> PeersReply | None:
+        return None if self._swarm is None else await self._swarm.peers()
 
     def state(self) -> NodeState:
         working = self._working

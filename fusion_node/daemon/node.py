@@ -23,9 +23,10 @@ import structlog
 from fusion_node.daemon.config import NodeConfig
 from fusion_node.daemon.control import control_socket
 from fusion_node.daemon.life import NodeLife
+from fusion_node.daemon.swarm_view import SwarmView, control_connections
 from fusion_node.errors import ConfigError
 from fusion_node.store import ModelStore
-from fusion_node.types import UnixS
+from fusion_node.types import PeerId, UnixS
 from p2p.addresses import check_bindable, parse_announce, parse_listen
 from p2p.allow_list import AllowList
 from p2p.bans import FILE_NAME as BAN_FILE_NAME
@@ -145,6 +146,7 @@ class _Starter:
             )
             stack.push_async_callback(discovery.aclose)
             await discovery.start()
+            life.in_the_swarm(_swarm_view(identity.peer_id, discovery, swarm_key, gate))
             log.info("listening", peer=identity.peer_id, addresses=discovery.addresses)
             if config.mdns:
                 stack.enter_context(registered(run, identity.peer_id, discovery.addresses, swarm_tag(swarm_key)))
@@ -182,6 +184,19 @@ def own_swarm_key(config: NodeConfig, home: Path) -> SwarmKey | None:
     if key is not None:
         log.info("private swarm: nobody without its key gets an answer", swarm=key.tag, key=origin)
     return key
+
+
+def _swarm_view(peer: PeerId, discovery: Discovery, swarm_key: SwarmKey | None, gate: PeerGate) -> SwarmView:
+    return SwarmView(
+        peer,
+        swarm_key=swarm_key,
+        addresses=lambda: discovery.addresses,
+        records=lambda: discovery.table.live(now=UnixS(time.time())),
+        connections=[lambda: control_connections(discovery)],
+        standing_of=lambda peer: gate.reason_against(peer) or "",
+        met_at=lambda: ((known.peer, known.last_seen) for known in discovery.known_peers),
+        clock=time.time,
+    )
 
 
 @contextlib.contextmanager

@@ -23,12 +23,15 @@ from fusion_node.daemon.control import (
     PauseRequest,
     Phase,
     Reply,
+    ask_invites,
     ask_network,
     ask_nodes,
+    ask_peers,
     control_socket,
     known_peers,
 )
 from fusion_node.daemon.network_report import NetworkReport
+from fusion_node.daemon.swarm_report import InviteReply, InviteRequest, PeersReply, PeerView
 from fusion_node.errors import ConfigError
 from p2p.identity import Identity
 
@@ -80,6 +83,13 @@ class Node:
     async def network(self, *, measure: bool) -> NetworkReport | None:
         self.orders.append("measure" if measure else "network")
         return None if self.phase is Phase.STARTING else report(self.peer)
+
+    def invite(self, request: InviteRequest) -> InviteReply | None:
+        self.orders.append(f"invite {request}")
+        return None if self.phase is Phase.STARTING else InviteReply(self.peer, "public", "fusion1abc")
+
+    async def peers(self) -> PeersReply | None:
+        return None if self.phase is Phase.STARTING else PeersReply(self.peer, "public", (PeerView("somebody"),))
 
 
 async def test_commands_reach_the_nodes_that_are_named_and_tell_what_changed(run: Path) -> None:
@@ -263,3 +273,16 @@ async def test_a_node_tells_of_the_network_when_it_is_in_it(run: Path) -> None:
         assert answers[1].problem == "it is still starting"
         await ask_network(run, [ready.peer], measure=True)
     assert ready.orders == ["network", "measure"]
+
+
+async def test_invites_and_peers_are_told_once_there_are_any(run: Path) -> None:
+    node = Node(PEERS[0])
+    async with control_socket(run, node.peer, node):
+        (invite,) = await ask_invites(run, [node.peer], InviteRequest(60.0, with_key=False))
+        (peers,) = await ask_peers(run, [node.peer])
+        node.phase = Phase.STARTING
+        starting = [await ask_peers(run, [node.peer]), await ask_invites(run, [node.peer], InviteRequest())]
+    assert invite.reply == InviteReply(node.peer, "public", "fusion1abc")
+    assert peers.reply == PeersReply(node.peer, "public", (PeerView("somebody"),))
+    assert node.orders[0] == f"invite {InviteRequest(60.0, with_key=False)}"
+    assert [answer.problem for (answer,) in starting] == ["it is still starting"] * 2
