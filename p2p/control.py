@@ -14,7 +14,7 @@ from fusion_node.errors import FusionError
 from fusion_node.types import PeerId
 from p2p.addresses import PeerAddress
 from p2p.reachability_verdict import Observation, Outcome
-from p2p.seam import PathKind
+from p2p.seam import Gate, OpenGate, PathKind
 from p2p.stream_pipe import StreamPipe
 from p2p.swarm_key import SwarmKey
 
@@ -122,6 +122,8 @@ class HostHooks:
     """A peer has opened a stream for the data plane."""
     on_path: Callable[[PeerId, PathKind], None] = lambda peer, path: None
     """The best connection with a peer is now of this kind, and was of another one."""
+    gate: Gate = field(default_factory=OpenGate)
+    """Who may connect and ask. Asked in the host's thread."""
     on_relay_lost: Callable[[PeerId], None] = lambda peer: None
     """A relay at which this host has a reservation has gone."""
 
@@ -164,6 +166,10 @@ class ControlNode(Protocol):
         ...
 
     async def disconnect(self, peer: PeerId) -> None: ...
+
+    async def drop_refused(self) -> None:
+        """Closes the connections with peers that the gate refuses by now."""
+        ...
 
     async def ends_of(self, peer: PeerId) -> list[ConnectionEnds]:
         """The direct connections with a peer; empty when there are none, or only relayed ones."""

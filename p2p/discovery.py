@@ -45,6 +45,7 @@ from p2p.control import (
     IncomingStream,
     RelayLimits,
 )
+from p2p.gate import PeerGate
 from p2p.identity import Identity, short
 from p2p.invite import Invite, parse_bootstrap
 from p2p.mdns import LanDiscovery
@@ -66,6 +67,7 @@ from p2p.membership_core import (
 )
 from p2p.peer_book import KnownPeer, PeerBook, load, save
 from p2p.publication_core import Publish
+from p2p.puzzle import PuzzleChecker
 from p2p.reachability import Reachability
 from p2p.reachability_verdict import Plane
 from p2p.record_exchange import MAX_ANSWER_BYTES, MAX_REQUEST_BYTES, PROTOCOL_ID, RecordExchange
@@ -217,6 +219,8 @@ class Discovery:
         protocols: further requests that are answered here; see also ``add_protocol``.
         swarm_key: what every member of a private swarm has; None for the public swarm.
         relay: what this process carries for others; None carries nothing.
+        gate: who may connect and ask; what it bans is disconnected at once.
+        price: what the identities behind records must have paid; None demands nothing.
         is_loopback: of a host; another than the default only in tests, which have nothing but loopback.
 
     Attributes:
@@ -241,12 +245,17 @@ class Discovery:
         protocols: Sequence[RequestProtocol] = (),
         swarm_key: SwarmKey | None = None,
         relay: RelayLimits | None = None,
+        gate: PeerGate | None = None,
+        price: PuzzleChecker | None = None,
         is_loopback: Callable[[str], bool] = is_loopback,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._protocols = {protocol.id: protocol for protocol in protocols}
         self._swarm_key = swarm_key
         self._relay = relay
+        self._gate = gate or PeerGate()
+        self._gate.on_ban(lambda ban: self._post(self._drop_refused))
+        self._price = price or PuzzleChecker(0)
         self.on_peer_met: list[Callable[[PeerId], None]] = []
         self.on_connection: list[Callable[[PeerId, bool], None]] = []
         self.extra_addresses: list[Callable[[], Sequence[PeerAddress]]] = []
@@ -258,7 +267,7 @@ class Discovery:
         self._config = config
         self._clock = clock
         self._chance = secrets.SystemRandom()
-        self.table = RecordTable()
+        self.table = RecordTable(price=self._price)
         self._exchange = RecordExchange(self.table, self._chance)
         self._bridge: Bridge[ControlNode] = Bridge(self._make_runner, on_down=self._host_down, on_restart=self._resume)
         self._listen: tuple[tuple[str, int], ...] = ()
@@ -476,6 +485,8 @@ class Discovery:
         record = open_record(value, now=self._now())
         if isinstance(record, NodeRecord) and key != record_key(PeerId(record.peer)):
             record = Refusal.WRONG_KEY
+        if isinstance(record, NodeRecord):
+            record = self._price(record, None, self._now()) or record
         if isinstance(record, Refusal):
             self._post(self._count_refusal, record)
             raise ValueError(record)
@@ -491,7 +502,8 @@ class Discovery:
         self._post(self._note_connection, peer, connected)
 
     def _post(self, function: Callable[..., None], *arguments: object) -> None:
-        assert self._loop is not None  # noqa: S101  # set before the thread starts
+        if self._loop is None:  # before the start, when there is nothing to be told of
+            return
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
             self._loop.call_soon_threadsafe(function, *arguments)
 
@@ -505,6 +517,7 @@ class Discovery:
             reply = self._core.asked(peer, request, self._moment())
         except WireError as error:
             log.info("peer %s sent a malformed request: %s", short(peer), error)
+            self._gate.report(peer, None, f"malformed request: {error}")
             answer(None)
         else:
             answer(reply)
@@ -618,6 +631,7 @@ class Discovery:
             silence, why = Silence.REFUSED, str(error)
         except RemoteProtocolError as error:
             silence, why = Silence.BROKEN, str(error)
+            self._gate.report_failure(ask.peer, None, error)
         except PeerError as error:
             silence, why = Silence.TIMEOUT, str(error)
         except ControlPlaneDown as error:
@@ -753,8 +767,17 @@ class Discovery:
             on_path=lambda peer, path: self._post(_tell, self.on_path, peer, path),
             on_relay_lost=lambda relay: self._post(_tell, self.on_relay_lost, relay),
             on_reached=lambda nonce, at: self._post(self.reachability.reached, Plane.CONTROL, nonce, at),
+            gate=self._gate,
         )
         return Libp2pRunner(config, hooks)
+
+    def _drop_refused(self) -> None:
+        if not self._closed:
+            self._spawn(self._drop())
+
+    async def _drop(self) -> None:
+        with contextlib.suppress(FusionError):
+            await self._bridge.call(lambda node: node.drop_refused())
 
     def _take_stream(self, stream: IncomingStream) -> None:
         if self.on_stream is not None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -27,10 +27,12 @@ from p2p import bans as ban_file
 from p2p.allow_list import AllowList
 from p2p.bans import Ban, BanList
 from p2p.limits_core import Limits
-from p2p.prefixes import ip_of
+from p2p.prefixes import ip_of, is_loopback
 
 BANNED = "banned"
 """The reason that is given and counted for every ban. Who was banned why is the operator's business, not the peer's."""
+
+MAX_NEIGHBOURS = 1000
 
 _log = structlog.get_logger(__name__)
 
@@ -65,6 +67,8 @@ class PeerGate:
         self._lock = threading.Lock()
         self._bans = BanList()
         self._unsaved: list[Ban] = []
+        self._neighbours: OrderedDict[PeerId, None] = OrderedDict()
+        """Peers on this machine, as they have connected: none is banned by itself, on whatever path it erred."""
         self._on_ban: list[Callable[[Ban], None]] = []
         if path is not None:
             self._bans.replace_all(ban_file.load(path), now=wall_clock())
@@ -80,7 +84,14 @@ class PeerGate:
             return None if excess is None else self._refuse(excess)
 
     def refuse_peer(self, peer: PeerId, host: str) -> str | None:
-        """Whether to have nothing to do with this peer at this address, and why. ``host`` may be a name, or empty."""
+        """Whether to have nothing to do with a peer that is proven to be at this address, and why."""
+        if host and is_loopback(host):
+            with self._lock:
+                self._note_neighbour(peer)
+        return self.refuse_dial(peer, host)
+
+    def refuse_dial(self, peer: PeerId, host: str) -> str | None:
+        """Whether to have nothing to do with a peer that is said to be there. ``host`` may be a name, or empty."""
         with self._lock:
             now = self._wall_clock()
             if self._bans.of_peer(peer, now=now) is not None or self._bans.of_host(host, now=now) is not None:
@@ -141,6 +152,8 @@ class PeerGate:
         """A breach of protocol that this process has seen itself. See BanList.breach."""
         with self._lock:
             self.refused["breach"] += 1
+            if host is None and peer in self._neighbours:
+                return
             made = self._bans.breach(peer, host, why, now=self._wall_clock())
             self._unsaved += made
         for ban in made:
@@ -194,6 +207,12 @@ class PeerGate:
             await asyncio.to_thread(ban_file.change, self._path, add=unsaved, now=self._wall_clock())
         except ConfigError as error:
             _log.warning("automatic bans are not saved", reason=str(error))
+
+    def _note_neighbour(self, peer: PeerId) -> None:
+        self._neighbours[peer] = None
+        self._neighbours.move_to_end(peer)
+        if len(self._neighbours) > MAX_NEIGHBOURS:
+            self._neighbours.popitem(last=False)
 
     def _refuse_stranger(self, peer: PeerId) -> str | None:
         reason = None if self._allow_list is None else self._allow_list.refuse(peer)

@@ -60,9 +60,9 @@ class Shares:
         handshakes_per_host: connections without a proven identity, of the 64 that a listener has.
         handshakes_per_subnet: a quarter of them.
         connecting_per_host, connecting_per_subnet: new connections; one costs 5 ms of CPU until its identity is proven.
-        streams_per_peer: requests of one peer that are answered at once.
+        streams_per_peer: requests of one peer that are answered at once, look-ups in the DHT among them.
         requests_per_peer: on the control plane. An honest peer asks a few times a minute.
-        request_bytes_per_peer: 4 requests of the largest size at once.
+        request_bytes_per_peer: 28 requests of the largest size at once, and then three a second.
         messages_per_peer: frames on the data plane. A stage that takes part in 100 generations at 30 tokens per second
             gets 3,000.
         bytes_per_peer: on the data plane: two links of 10 Gbit/s. TCP's flow control keeps what is not read with the
@@ -75,9 +75,9 @@ class Shares:
     handshakes_per_subnet: int = 16
     connecting_per_host: Rate = Rate(per_s=8.0, burst=256.0)
     connecting_per_subnet: Rate = Rate(per_s=32.0, burst=512.0)
-    streams_per_peer: int = 4
+    streams_per_peer: int = 8
     requests_per_peer: Rate = Rate(per_s=10.0, burst=60.0)
-    request_bytes_per_peer: Rate = Rate(per_s=64 * 1024.0, burst=512 * 1024.0)
+    request_bytes_per_peer: Rate = Rate(per_s=256 * 1024.0, burst=2 * 1024 * 1024.0)
     messages_per_peer: Rate = Rate(per_s=10_000.0, burst=50_000.0)
     bytes_per_peer: Rate = Rate(per_s=2.5e9, burst=5e9)
 

@@ -45,7 +45,11 @@ class Gate(Protocol):
     def refuse_host(self, host: str) -> str | None: ...
 
     def refuse_peer(self, peer: PeerId, host: str) -> str | None:
-        """Asked by listeners once the identity is proven, and by whoever dials, with an empty host."""
+        """Asked once the identity is proven, at the address where it is; and before a dial, with an empty host."""
+        ...
+
+    def refuse_dial(self, peer: PeerId, host: str) -> str | None:
+        """Asked before a peer is dialled where it is said to be."""
         ...
 
     def connected(self, host: str) -> None: ...
@@ -58,6 +62,20 @@ class Gate(Protocol):
         """A handshake or a link ended for this reason, which may be a breach of the protocol."""
         ...
 
+    def refuse_stream(self, peer: PeerId) -> str | None:
+        """A peer asks for something on the control plane. Unless it is refused, ``stream_closed`` follows."""
+        ...
+
+    def stream_closed(self, peer: PeerId) -> None: ...
+
+    def refuse_request(self, peer: PeerId, num_bytes: int) -> str | None:
+        """A request of so many bytes has arrived."""
+        ...
+
+    def refuse_traffic(self, peer: PeerId, num_messages: int, num_bytes: int) -> str | None:
+        """A peer has sent so much on the data plane since this was last asked."""
+        ...
+
 
 class OpenGate:
     """Lets everybody in."""
@@ -66,6 +84,9 @@ class OpenGate:
         return None
 
     def refuse_peer(self, peer: PeerId, host: str) -> str | None:
+        return None
+
+    def refuse_dial(self, peer: PeerId, host: str) -> str | None:
         return None
 
     def connected(self, host: str) -> None:
@@ -79,6 +100,18 @@ class OpenGate:
 
     def report_failure(self, peer: PeerId | None, host: str | None, failure: BaseException) -> None:
         pass
+
+    def refuse_stream(self, peer: PeerId) -> str | None:
+        return None
+
+    def stream_closed(self, peer: PeerId) -> None:
+        pass
+
+    def refuse_request(self, peer: PeerId, num_bytes: int) -> str | None:
+        return None
+
+    def refuse_traffic(self, peer: PeerId, num_messages: int, num_bytes: int) -> str | None:
+        return None
 
 
 @dataclass(slots=True)

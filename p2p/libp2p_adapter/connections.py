@@ -14,8 +14,9 @@ from libp2p.peer.id import ID
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
 
 from fusion_node.errors import PeerError
+from fusion_node.types import PeerId
 from p2p.libp2p_adapter.messages import translated
-from p2p.seam import PathKind
+from p2p.seam import Gate, PathKind
 
 NEGOTIATE_TIMEOUT_S = 4.0
 """Two round trips through a relay, on a busy machine. The library's own limit is 5 s."""
@@ -63,6 +64,13 @@ def remote_address(connection: Any) -> str:
         return "unknown"
     host, port = found[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def refuses(gate: Gate, connection: Any) -> bool:
+    """Whether a gate refuses the peer of a connection, at the address that it is really at."""
+    remote = connection.muxed_conn.get_remote_address() if relay_of(connection) is None else None
+    peer = PeerId(connection.muxed_conn.peer_id.to_base58())
+    return gate.refuse_peer(peer, "" if remote is None else str(remote[0])) is not None
 
 
 async def stream_on(host: Any, connection: Any, protocol: TProtocol) -> Any:

@@ -11,10 +11,12 @@ import trio
 from libp2p.network.exceptions import SwarmException
 from libp2p.peer.id import ID
 
+from fusion_node.types import PeerId
 from p2p.addresses import PeerAddress
 from p2p.libp2p_adapter.circuits import Circuits
 from p2p.libp2p_adapter.connections import best_first, direct, relay_of
-from p2p.libp2p_adapter.multiaddrs import is_circuit, multiaddr_of
+from p2p.libp2p_adapter.multiaddrs import is_circuit, multiaddr_of, parts_of
+from p2p.seam import Gate
 
 DIAL_TIMEOUT_S = 5.0
 """TCP, Noise and yamux take four round trips: 1.2 s over the longest path on Earth, and a margin for a busy node."""
@@ -39,7 +41,8 @@ log = logging.getLogger(__name__)
 class Dialer:
     """Dials for everybody in this host: the library's own look-ups go through it too (traps 5, 10)."""
 
-    def __init__(self, host: Any, circuits: Circuits) -> None:
+    def __init__(self, host: Any, circuits: Circuits, gate: Gate) -> None:
+        self._gate = gate
         self._host = host
         self._swarm = host.get_network()
         self._circuits = circuits
@@ -82,10 +85,13 @@ class Dialer:
     async def _dial_one(self, address: multiaddr.Multiaddr, their_id: ID) -> Any:
         before, circuit, _ = str(address).partition("/p2p-circuit")
         if not circuit:
+            self._check_allowed(their_id, parts_of(address)[1])
             with trio.fail_after(DIAL_TIMEOUT_S):
                 return await self._swarm.dial_addr(address, their_id)
         to_relay, _, relay = before.rpartition("/p2p/")
         relay_id = ID.from_base58(relay)
+        self._check_allowed(their_id, "")
+        self._check_allowed(relay_id, parts_of(multiaddr.Multiaddr(to_relay))[1])
         if not direct(self._swarm.get_connections(relay_id)):
             with trio.fail_after(DIAL_TIMEOUT_S):
                 await self._swarm.dial_addr(multiaddr.Multiaddr(to_relay), relay_id)
@@ -111,6 +117,7 @@ class Dialer:
             await under_way.wait()
         if self._swarm.get_connections(their_id):
             return
+        self._check_allowed(their_id, "")
         self._dialing[their_id] = over = trio.Event()
         try:
             await self._dial_staggered(their_id, addresses)
@@ -124,6 +131,11 @@ class Dialer:
             raise SwarmException(f"none of its {len(addresses)} addresses answers{self._why_not()}")
         self._unreachable_until.pop(their_id, None)
         self._host.get_peerstore().add_addrs(their_id, list(addresses), 3600)
+
+    def _check_allowed(self, their_id: ID, host: str) -> None:
+        refusal = self._gate.refuse_dial(PeerId(their_id.to_base58()), host)
+        if refusal is not None:
+            raise SwarmException(f"not dialled: {refusal}")
 
     def _why_not(self) -> str:
         # Who has another key is told nothing, so nobody can say more than this.

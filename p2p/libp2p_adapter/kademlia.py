@@ -48,6 +48,7 @@ from p2p.libp2p_adapter.hardening import (
 from p2p.libp2p_adapter.messages import closing, translated
 from p2p.libp2p_adapter.multiaddrs import MAX_ADDRESSES_PER_PEER, is_circuit, parts_of, peer_addresses
 from p2p.prefixes import diversity_key
+from p2p.seam import Gate
 
 NAMESPACE = "fusion"
 
@@ -73,7 +74,7 @@ STREAM_TIMEOUT_S = 10.0
 log = logging.getLogger(__name__)
 
 
-def make_dht(host: Any, sequence_of: Callable[[str, bytes], int], *, serve: bool) -> Any:
+def make_dht(host: Any, sequence_of: Callable[[str, bytes], int], gate: Gate, *, serve: bool) -> Any:
     """The library's service, with our validator and our bounds."""
     validator = NamespacedValidator({NAMESPACE: _RecordValidator(sequence_of)}, strict_validation=True)
     dht = kad_dht.KadDHT(
@@ -88,7 +89,7 @@ def make_dht(host: Any, sequence_of: Callable[[str, bytes], int], *, serve: bool
     _share_providers(host, dht.provider_store)
     _bound_table(host, dht.routing_table)
     if serve:
-        host.set_stream_handler(KAD_PROTOCOL, _Served(dht).serve)
+        host.set_stream_handler(KAD_PROTOCOL, _Served(dht, gate).serve)
     return dht
 
 
@@ -252,13 +253,15 @@ class Dht:
 class _Served:
     """The library's handler of DHT streams, with a share for each peer and an end for each stream."""
 
-    def __init__(self, dht: Any) -> None:
+    def __init__(self, dht: Any, gate: Gate) -> None:
         self._dht = dht
+        self._gate = gate
         self._num_streams_of: Counter[ID] = Counter()
 
     async def serve(self, stream: Any) -> None:
         their_id = stream.muxed_conn.peer_id
-        if self._num_streams_of[their_id] >= MAX_STREAMS_PER_PEER:
+        peer = PeerId(their_id.to_base58())
+        if self._num_streams_of[their_id] >= MAX_STREAMS_PER_PEER or self._gate.refuse_stream(peer) is not None:
             await stream.reset()
             return
         self._num_streams_of[their_id] += 1
@@ -268,6 +271,7 @@ class _Served:
             if scope.cancelled_caught:
                 await stream.reset()
         finally:
+            self._gate.stream_closed(peer)
             self._num_streams_of[their_id] -= 1
             if not self._num_streams_of[their_id]:
                 del self._num_streams_of[their_id]

@@ -21,7 +21,7 @@ from p2p.control import (
     RelayCounts,
 )
 from p2p.libp2p_adapter.circuits import Circuits
-from p2p.libp2p_adapter.connections import best_first, path_of
+from p2p.libp2p_adapter.connections import best_first, close_quietly, path_of, refuses
 from p2p.libp2p_adapter.dialing import Dialer
 from p2p.libp2p_adapter.hole_punching import HolePuncher
 from p2p.libp2p_adapter.kademlia import Dht
@@ -32,7 +32,7 @@ from p2p.libp2p_adapter.relay import Relay
 from p2p.libp2p_adapter.requests import Requests
 from p2p.libp2p_adapter.streams import Streams
 from p2p.reachability_verdict import Observation, Outcome
-from p2p.seam import PathKind
+from p2p.seam import Gate, PathKind
 from p2p.stream_pipe import StreamPipe
 
 
@@ -44,9 +44,10 @@ class Libp2pNode:
         self._relay = None if config.relay is None else Relay(host, config.relay)
         self._holes = HolePuncher(host, tasks)
         self._circuits = Circuits(host, on_relay_lost=hooks.on_relay_lost, on_circuit=self._holes.start)
-        self._dialer = Dialer(host, self._circuits)
+        self._gate = hooks.gate
+        self._dialer = Dialer(host, self._circuits, hooks.gate)
         self._dht = Dht(host, dht, hooks.sequence_of)
-        self._requests = Requests(host, config.protocols, hooks.on_request)
+        self._requests = Requests(host, config.protocols, hooks.on_request, hooks.gate)
         self._streams = Streams(host, self._dialer, tasks, hooks.on_stream)
         self._streams.accept(config.accepts_streams)
 
@@ -66,6 +67,12 @@ class Libp2pNode:
     async def disconnect(self, peer: PeerId) -> None:
         with translated(peer), trio.move_on_after(1.0):
             await self._host.disconnect(ID.from_base58(peer))
+
+    async def drop_refused(self) -> None:
+        refused = [each for each in self._host.get_network().get_connections() if refuses(self._gate, each)]
+        async with trio.open_nursery() as nursery:
+            for connection in refused:
+                nursery.start_soon(close_quietly, connection)
 
     async def ends_of(self, peer: PeerId) -> list[ConnectionEnds]:
         ends = map(ends_of_connection, self._host.get_network().get_connections(ID.from_base58(peer)))
@@ -122,11 +129,17 @@ class Connections(INotifee):  # type: ignore[misc]
 
     Attributes:
         on_gone: called with the peer of every connection that has ended.
+        on_refused: called with every connection that the gate refuses, of which nobody else is told.
     """
 
     def __init__(
-        self, on_connection: Callable[[PeerId, bool], None], on_path: Callable[[PeerId, PathKind], None]
+        self,
+        on_connection: Callable[[PeerId, bool], None],
+        on_path: Callable[[PeerId, PathKind], None],
+        gate: Gate,
     ) -> None:
+        self._gate = gate
+        self.on_refused: Callable[[Any], None] = lambda connection: None
         self._on_connection = on_connection
         self._on_path = on_path
         self._paths: dict[ID, PathKind] = {}
@@ -134,6 +147,9 @@ class Connections(INotifee):  # type: ignore[misc]
 
     async def connected(self, network: Any, conn: Any) -> None:
         their_id = conn.muxed_conn.peer_id
+        if refuses(self._gate, conn):
+            self.on_refused(conn)
+            return
         self._on_connection(PeerId(their_id.to_base58()), True)
         self._look(their_id, network.get_connections(their_id))
 

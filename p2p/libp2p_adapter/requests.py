@@ -17,6 +17,7 @@ from libp2p.peer.id import ID
 from fusion_node.types import PeerId
 from p2p.control import Answer
 from p2p.libp2p_adapter.messages import closing, read_message, translated, write_message
+from p2p.seam import Gate
 
 REQUEST_TIMEOUT_S = 10.0
 MAX_REQUESTS_AT_ONCE = 32
@@ -37,12 +38,17 @@ class Requests:
 
     Args:
         protocols: ids of those that are answered here, with the largest request of each in bytes.
-        on_request: HostHooks.on_request.
+        on_request, gate: those of HostHooks.
     """
 
     def __init__(
-        self, host: Any, protocols: Mapping[str, int], on_request: Callable[[str, PeerId, bytes, Answer], None]
+        self,
+        host: Any,
+        protocols: Mapping[str, int],
+        on_request: Callable[[str, PeerId, bytes, Answer], None],
+        gate: Gate,
     ) -> None:
+        self._gate = gate
         self._host = host
         self._on_request = on_request
         self._token = trio.lowlevel.current_trio_token()
@@ -81,10 +87,15 @@ class Requests:
         if num_theirs >= MAX_REQUESTS_PER_PEER or num_all >= MAX_REQUESTS_AT_ONCE:
             yield False
             return
+        peer = PeerId(their_id.to_base58())
+        if self._gate.refuse_stream(peer) is not None:
+            yield False
+            return
         self._num_requests_of[their_id] += 1
         try:
             yield True
         finally:
+            self._gate.stream_closed(peer)
             self._num_requests_of[their_id] -= 1
             if not self._num_requests_of[their_id]:
                 del self._num_requests_of[their_id]
@@ -93,7 +104,9 @@ class Requests:
         async with closing(stream):
             with trio.fail_after(READ_REQUEST_TIMEOUT_S):
                 request = await read_message(stream, limit_bytes)
-            answer = await self._ask_owner(protocol, PeerId(stream.muxed_conn.peer_id.to_base58()), request)
+            peer = PeerId(stream.muxed_conn.peer_id.to_base58())
+            is_refused = self._gate.refuse_request(peer, len(request)) is not None
+            answer = None if is_refused else await self._ask_owner(protocol, peer, request)
             if answer is not None:
                 await write_message(stream, answer)
 

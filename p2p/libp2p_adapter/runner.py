@@ -12,7 +12,9 @@ from libp2p.tools.anyio_service import background_trio_service
 
 from fusion_node.errors import AddressInUse
 from p2p.control import HostConfig, HostHooks
-from p2p.libp2p_adapter.hardening import make_host
+from p2p.libp2p_adapter.connections import close_quietly
+from p2p.libp2p_adapter.hardening import MAX_CONNECTIONS, make_host
+from p2p.libp2p_adapter.inbound import Inbound
 from p2p.libp2p_adapter.kademlia import make_dht
 from p2p.libp2p_adapter.multiaddrs import tcp
 from p2p.libp2p_adapter.node import Connections, Libp2pNode
@@ -86,17 +88,19 @@ class Libp2pRunner:
 async def _running_node(config: HostConfig, hooks: HostHooks) -> AsyncIterator[Libp2pNode]:
     listen = [multiaddr.Multiaddr(tcp(host, port)) for host, port in config.listen]
     host = make_host(config, listen)
-    connections = Connections(hooks.on_connection, hooks.on_path)
+    connections = Connections(hooks.on_connection, hooks.on_path, hooks.gate)
+    Inbound(host, hooks.gate, max_connections=MAX_CONNECTIONS)
     host.get_network().register_notifee(connections)
     take_nonces(host, hooks.on_reached)
     async with host.run(listen):
         if len(host.get_network().listeners) != len(listen):  # it only logs what it could not bind
             raise AddressInUse("an address to listen on was taken by another program just now: try again")
-        dht = make_dht(host, hooks.sequence_of, serve=config.serve)
+        dht = make_dht(host, hooks.sequence_of, hooks.gate, serve=config.serve)
         async with background_trio_service(dht), trio.open_nursery() as tasks:
             try:
                 node = Libp2pNode(host, dht, config, hooks, tasks)
                 connections.on_gone = node.connection_gone
+                connections.on_refused = lambda connection: tasks.start_soon(close_quietly, connection)
                 yield node
             finally:
                 tasks.cancel_scope.cancel()

@@ -252,6 +252,17 @@ def test_gate_does_not_take_bad_luck_or_age_for_a_breach() -> None:
     assert gate.refused["breach"] == 0
 
 
+def test_gate_bans_no_peer_of_this_machine_on_whatever_path_it_errs() -> None:
+    gate = PeerGate()
+    assert gate.refuse_peer(PEER, "127.0.0.1") is None  # that is where it is
+    assert gate.refuse_dial(OTHER, "127.0.0.1") is None  # that is what somebody says
+    for peer in (PEER, OTHER):
+        for _ in range(BREACHES_OF_A_PEER):
+            gate.report(peer, None, "x")
+    assert gate.refuse_peer(PEER, "") is None
+    assert gate.refuse_peer(OTHER, "") == BANNED
+
+
 async def test_gate_can_be_asked_from_several_threads() -> None:
     gate = PeerGate()
 

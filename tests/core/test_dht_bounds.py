@@ -17,6 +17,7 @@ from libp2p.peer.peerinfo import PeerInfo
 from p2p.kademlia_core import MAX_PER_TABLE
 from p2p.libp2p_adapter import kademlia
 from p2p.libp2p_adapter.hardening import MAX_PROVIDERS_PER_KEY
+from p2p.seam import OpenGate
 
 
 def peer_id(number: int) -> ID:
@@ -144,14 +145,14 @@ def test_silent_streams_of_one_peer_neither_last_nor_lock_others_out() -> None:
             await trio.sleep_forever()
 
     async def work() -> None:
-        served = kademlia._Served(Dht())
-        streams = [Stream("silent") for _ in range(20)] + [Stream("other")]
+        served = kademlia._Served(Dht(), OpenGate())
+        streams = [Stream(peer_id(1)) for _ in range(20)] + [Stream(peer_id(2))]
         async with trio.open_nursery() as nursery:
             for stream in streams:
                 nursery.start_soon(served.serve, stream)
         assert num_served == kademlia.MAX_STREAMS_PER_PEER + 1
         assert all(stream.is_reset for stream in streams)
-        again = Stream("silent")
+        again = Stream(peer_id(1))
         await served.serve(again)
         assert num_served == kademlia.MAX_STREAMS_PER_PEER + 2
 

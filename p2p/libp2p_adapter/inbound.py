@@ -1,0 +1,64 @@
+"""Connections that come in: the gate is asked before anything is spent on them, and what they hold is given back.
+
+The library keeps the slot of every connection that ever came in until the host stops, though it means to free it when
+the connection ends: after MAX_CONNECTIONS of them, nobody could connect any more (trap 25).
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import suppress
+from typing import Any
+
+import multiaddr
+import trio
+from libp2p.network.connection.raw_connection import RawConnection
+
+from fusion_node.errors import PeerError
+from p2p.libp2p_adapter.messages import translated
+from p2p.prefixes import ip_of
+from p2p.seam import Gate
+
+log = logging.getLogger(__name__)
+
+
+class Inbound:
+    """Takes the place of the library's handler of accepted connections.
+
+    Args:
+        max_connections: that have come in and are open.
+    """
+
+    def __init__(self, host: Any, gate: Gate, *, max_connections: int) -> None:
+        self._swarm = host.get_network()
+        self._gate = gate
+        self._max_connections = max_connections
+        self._num_open = 0
+        self._swarm._handle_inbound_connection = self._handle
+
+    async def _handle(self, stream: Any, listener: multiaddr.Multiaddr) -> None:
+        address = stream.get_remote_address()
+        # None when it is gone already, while it was waiting to be accepted.
+        if address is None or self._num_open >= self._max_connections or self._gate.refuse_host(address[0]) is not None:
+            await trio.aclose_forcefully(stream.stream)
+            return
+        host = str(ip_of(address[0]) or address[0])
+        self._num_open += 1
+        self._gate.connected(host)
+        try:
+            muxed = await self._upgrade(stream, listener, host)
+            if muxed is not None:
+                await muxed.event_closed.wait()
+        finally:
+            self._num_open -= 1
+            self._gate.disconnected(host)
+
+    async def _upgrade(self, stream: Any, listener: multiaddr.Multiaddr, host: str) -> Any:
+        """Proves the identity; None when that fails, and the socket is closed."""
+        try:
+            with suppress(PeerError), translated(host):
+                return await self._swarm.upgrade_inbound_raw_conn(RawConnection(stream, False), listener)
+        finally:
+            self._gate.proven(host)
+        await trio.aclose_forcefully(stream.stream)
+        return None
