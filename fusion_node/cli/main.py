@@ -14,6 +14,7 @@ from fusion_node.cli.demo import demo
 from fusion_node.cli.invite import invite
 from fusion_node.cli.join import join
 from fusion_node.cli.models import models_app
+from fusion_node.cli.peers import peers
 from fusion_node.cli.serve import serve
 from fusion_node.cli.status import status
 from fusion_node.cli.talk import chat, generate
@@ -35,6 +36,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(status)
 app.command()(invite)
+app.command()(peers)
 app.command()(pause)
 app.command()(resume)
 

@@ -53,7 +53,9 @@ def node_table(nodes: Sequence[NodeView]) -> Table:
         # What is too long for the terminal wraps in the columns of free text, and nowhere else.
         table.add_column(name, justify=justify, no_wrap=name not in ("model", "device"), overflow="fold")
     for node in nodes:
-        trip = "–" if node.round_trip_ms is None else f"{node.round_trip_ms:.1f}"
+        # A ghost is listed until its record expires, and by nothing but that: its age is how long it was not heard of.
+        trip = Text("ghost", style="red") if node.round_trip_ms is None else Text(f"{node.round_trip_ms:.1f}")
+        style = "dim" if node.is_ghost else None
         for shard in node.shards:
             table.add_row(
                 short(node.peer),
@@ -65,6 +67,7 @@ def node_table(nodes: Sequence[NodeView]) -> Table:
                 f"{shard.ms_per_layer:.2f}",
                 f"{node.counters.get('open_sessions', node.num_sessions):.0f}",
                 f"{node.record_age_s:.0f} s",
+                style=style,
             )
     return table
 
@@ -100,7 +103,13 @@ def _local_state(state: NodeState) -> str:
 
 def problems(nodes: Sequence[NodeView]) -> list[Text]:
     """One line per node that could not be reached or asked."""
-    return [Text(f"{short(n.peer)}  {printable(n.problem)}", style="red") for n in nodes if n.problem]
+    return [Text(f"{short(n.peer)}  {_ghost(n)}{printable(n.problem)}", style="red") for n in nodes if n.problem]
+
+
+def _ghost(node: NodeView) -> str:
+    if not node.is_ghost:
+        return ""
+    return f"ghost, last heard of {node.record_age_s:.0f} s ago and forgotten in {node.record_left_s:.0f} s: "
 
 
 def coverage(model: ModelView) -> Text:

@@ -28,7 +28,14 @@ class ShardView(msgspec.Struct, frozen=True):
 
 
 class NodeView(msgspec.Struct, frozen=True):
-    """One node: its own record, and what we measured. ``problem`` says why it could not be reached."""
+    """One node: its own record, and what we measured.
+
+    Attributes:
+        record_age_s, record_left_s: since the node said what stands here, and until that is no longer believed.
+        round_trip_ms: measured now; None when it does not answer.
+        problem: why it could not be reached or asked.
+        path: over what it was reached, as p2p.seam.PathKind names it; empty when it was not.
+    """
 
     peer: str
     operator: str
@@ -42,6 +49,13 @@ class NodeView(msgspec.Struct, frozen=True):
     shards: tuple[ShardView, ...]
     counters: dict[str, float]
     problem: str
+    record_left_s: float = 0.0
+    path: str = ""
+
+    @property
+    def is_ghost(self) -> bool:
+        """Whether its record is all that there is of it: it is listed until that expires, and does not answer."""
+        return self.round_trip_ms is None
 
 
 class ModelView(msgspec.Struct, frozen=True):
@@ -78,7 +92,7 @@ async def look_around(connection: SwarmConnection, model_id: ModelId | None = No
 
 
 async def _view(connection: SwarmConnection, node: MeasuredNode) -> NodeView:
-    record, problem, counters = node.record, node.problem, dict[str, float]()
+    record, problem, counters, now = node.record, node.problem, dict[str, float](), time.time()
     if node.round_trip_s is not None:
         try:
             counters = await connection.status_of(node)
@@ -90,7 +104,8 @@ async def _view(connection: SwarmConnection, node: MeasuredNode) -> NodeView:
         device=record.device,
         software=record.software,
         addresses=record.data_addresses,
-        record_age_s=round(max(time.time() - record.issued_at, 0.0), 1),
+        record_age_s=round(max(now - record.issued_at, 0.0), 1),
+        record_left_s=round(max(record.expires_at - now, 0.0), 1),
         round_trip_ms=None if node.round_trip_s is None else round(node.round_trip_s * 1000, 2),
         num_sessions=record.num_sessions,
         memory_free_bytes=record.memory_free_bytes,

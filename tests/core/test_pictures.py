@@ -69,6 +69,17 @@ def test_control_characters_and_markup_of_a_peer_are_shown_as_text() -> None:
     assert "[link=x]y" in text
 
 
+def test_a_node_that_does_not_answer_is_a_ghost_with_the_age_of_its_last_word() -> None:
+    ghost = msgspec.structs.replace(
+        node(problem="nobody answers"), round_trip_ms=None, record_age_s=43.0, record_left_s=17.0
+    )
+    (row,) = printed(node_table([ghost])).splitlines()[1:]
+    assert "ghost" in row
+    assert row.split()[-2:] == ["43", "s"]
+    assert "last heard of 43 s ago and forgotten in 17 s: nobody answers" in printed(problems([ghost])[0], width=200)
+    assert "ghost" not in printed(node_table([node()])) + printed(problems([node(problem="odd")])[0])
+
+
 def test_layers_are_split_evenly() -> None:
     assert [str(r) for r in split_evenly(30, 3)] == ["0:10", "10:20", "20:30"]
     assert [len(r) for r in split_evenly(30, 4)] == [7, 8, 7, 8]
