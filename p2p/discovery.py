@@ -94,6 +94,9 @@ MAX_ASKS = 16
 MAX_NAMED = 8
 """Addresses that an error names."""
 
+MAX_ANNOUNCED = 8
+"""Of the control plane, as many as a record holds; at most half of them are left to relays."""
+
 _NAME_ONE = "name a node of the swarm with --peer ADDRESS or --peer INVITE"
 _PROVIDER_DOMAIN = b"fusion-node/provider/1:"
 _SHA2_256_MULTIHASH = bytes([0x12, 0x20])
@@ -152,7 +155,7 @@ class DiscoveryService(Protocol):
 
     @property
     def announced_addresses(self) -> list[str]:
-        """Those that peers have dialled, that the operator has named, or that lead through a relay: for the swarm."""
+        """Those that peers have dialled, that the operator has named, or that lead through a relay: for the record."""
         ...
 
     @property
@@ -288,11 +291,15 @@ class Discovery:
 
     @property
     def addresses(self) -> list[str]:
-        return [str(address) for address in self._own_addresses(self.reachability.best_known(Plane.CONTROL))]
+        extra = [address for provider in self.extra_addresses for address in provider()]
+        return [*map(str, self._own_addresses(self.reachability.best_known(Plane.CONTROL))), *map(str, extra)]
 
     @property
     def announced_addresses(self) -> list[str]:
-        return [str(address) for address in self._own_addresses(self.reachability.announced(Plane.CONTROL))]
+        extra = [str(address) for provider in self.extra_addresses for address in provider()]
+        extra = extra[: MAX_ANNOUNCED // 2]
+        direct = self._own_addresses(self.reachability.announced(Plane.CONTROL)[: MAX_ANNOUNCED - len(extra)])
+        return [*map(str, direct), *extra]
 
     @property
     def invite(self) -> str:
@@ -799,8 +806,7 @@ class Discovery:
         return reachability
 
     def _own_addresses(self, direct: Sequence[tuple[str, int]]) -> list[PeerAddress]:
-        extra = [address for provider in self.extra_addresses for address in provider()]
-        return [*(PeerAddress.of(host, port, self._identity.peer_id) for host, port in direct), *extra]
+        return [PeerAddress.of(host, port, self._identity.peer_id) for host, port in direct]
 
     def _now(self) -> UnixS:
         return UnixS(self._clock())

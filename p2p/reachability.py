@@ -93,6 +93,7 @@ class Reachability:
         self._mappings: tuple[Mapping, ...] = ()
         self._wake = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._stepped = asyncio.Event()
         self._told: tuple[object, ...] = ()
         self._met: set[PeerId] = set()
         self.on_change: list[Callable[[], None]] = []
@@ -126,6 +127,26 @@ class Reachability:
     def _is_confirmed(self, plane: Plane) -> bool:
         states = (each.state for each in self._core.verdict(self._clock()).addresses if each.plane is plane)
         return AddressState.CONFIRMED in states
+
+    async def settled(self, plane: Plane, *, timeout_s: float) -> bool:
+        """Returns when something may be announced, when nobody is there to ask, or all has failed; False in no time."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._is_open(plane):
+                    self._stepped.clear()
+                    await self._stepped.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _is_open(self, plane: Plane) -> bool:
+        if not self._met or self.announced(plane):
+            return False
+        found = [each for each in self.verdict().addresses if each.plane is plane]
+        return any(
+            each.state is AddressState.CHECKING or (each.state is AddressState.UNCONFIRMED and not each.failed_by)
+            for each in found
+        )
 
     # What happens.
 
@@ -267,15 +288,20 @@ class Reachability:
 
     # Telling.
 
+    def addresses_changed(self) -> None:
+        """Others than these, as those at a relay, which are announced with them."""
+        for listener in self.on_change:
+            listener()
+
     def _tell_changes(self) -> None:
+        self._stepped.set()
         verdict = self._core.verdict(self._clock())
         now = (tuple(self._core.announced()), verdict.overall, verdict.nat)
         if now == self._told:
             return
         self._told = now
         log.debug("reachability", overall=verdict.overall.value, announced=[str(each) for each in now[0]])
-        for listener in self.on_change:
-            listener()
+        self.addresses_changed()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

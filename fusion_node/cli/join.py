@@ -84,6 +84,7 @@ def join(
         ),
     ] = None,
     operator: Annotated[str, typer.Option(help="A name under which you want to be known.")] = "",
+    upnp: Annotated[bool, typer.Option(help="Ask the router to forward the ports of --listen to this node.")] = True,
     mdns: Mdns = True,
     home: Home = None,
     until_stdin_ends: Annotated[
@@ -109,6 +110,7 @@ def join(
         max_ram_bytes=max_ram,
         max_vram_bytes=max_vram,
         back_off=back_off,
+        upnp=upnp,
         mdns=mdns,
         is_private=private,
         swarm_key_path=swarm_key,

@@ -6,10 +6,11 @@ Shared by everything on the user's side, so it knows nothing of models or torch.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -47,6 +48,10 @@ FIND_TIMEOUT_S = 10.0
 ENTER_TIMEOUT_S = 20.0
 LAN_TIMEOUT_S = 6.0
 """Without an address, nodes on the local network answer in a second or two, or are not there."""
+DIALLED_BACK_S = 2.0
+"""How long a node may take to be dialled back by us and to say so: 0.3 s on one network, 1.2 s with eight programs
+waiting for each core. It may also never be, and then this is lost once."""
+
 MEASURE_TIMEOUT_S = 6.0
 MAX_MEASURED = 64
 """Nodes that one look at the swarm connects to. More candidates than this are for the planner's predictions, later."""
@@ -90,6 +95,7 @@ class SwarmConnection:
         mdns: whether to look for nodes on the local network.
         swarm_key: of the private swarm to enter; an invite among ``peers`` may hold it instead.
         discovery, network: other implementations, for tests; they must prove ``identity``.
+        dialled_back_s: see DIALLED_BACK_S.
     """
 
     def __init__(
@@ -101,6 +107,7 @@ class SwarmConnection:
         swarm_key: SwarmKey | None = None,
         discovery: DiscoveryService | None = None,
         network: Network | None = None,
+        dialled_back_s: float = DIALLED_BACK_S,
     ) -> None:
         self.identity = identity or Identity.generate()
         self._peers = tuple(peers)
@@ -119,6 +126,8 @@ class SwarmConnection:
         self._sessions: dict[bytes, tuple[SessionHandler, LostHandler]] = {}
         self._status: dict[int, tuple[PeerId, asyncio.Future[StatusReply]]] = {}
         self._request_numbers = itertools.count(1)
+        self._dialled_back_s = dialled_back_s
+        self._waited_for: set[str] = set()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -158,7 +167,22 @@ class SwarmConnection:
             NoPeers: no peer of the swarm can be reached.
         """
         await self._discovery.wait_for_peer(ENTER_TIMEOUT_S if self._peers else LAN_TIMEOUT_S)
-        return await self._discovery.find(model_id, timeout_s=timeout_s)
+        records = await self._discovery.find(model_id, timeout_s=timeout_s)
+        new = {record.peer for record in records if not (record.data_addresses or record.libp2p_addresses)}
+        if not new - self._waited_for:
+            return records
+        # Nodes that had nobody to dial them back before this process came: it is doing so just now.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._dialled_back_s):
+                while any(not record.data_addresses for record in self._live(new)):  # noqa: ASYNC110 - pushed by peers
+                    await asyncio.sleep(0.05)
+        self._waited_for |= new
+        return [*(record for record in records if record.peer not in new), *self._live(new)]
+
+    def _live(self, peers: Collection[str]) -> list[NodeRecord]:
+        """The nodes among these that still serve, as they are known now."""
+        live = self._discovery.table.live(now=UnixS(time.time()))
+        return [each for each in live if each.peer in peers and each.shards]
 
     async def measure(self, records: Sequence[NodeRecord]) -> list[MeasuredNode]:
         """Connects to nodes, all at once, and measures their round trips."""

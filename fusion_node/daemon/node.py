@@ -35,6 +35,7 @@ from p2p.gate import PeerGate
 from p2p.identity import Identity
 from p2p.invite import swarm_key_of
 from p2p.local_nodes import registered, running
+from p2p.reachability_verdict import Plane
 from p2p.swarm_key import FILE_NAME as KEY_FILE_NAME
 from p2p.swarm_key import SwarmKey, swarm_tag
 from p2p.websocket import WebSocketNetwork
@@ -141,6 +142,7 @@ class _Starter:
                     mdns=config.mdns,
                     serve=True,
                     announce=config.announce,
+                    upnp=config.upnp,
                 ),
                 swarm_key=swarm_key,
             )
@@ -156,6 +158,7 @@ class _Starter:
             shard = await load_shard(config, model, discovery, life)
             psk = None if swarm_key is None else swarm_key.noise_psk
             network = WebSocketNetwork(identity, psk=psk, gate=gate)
+            network.on_nonce = lambda nonce, at: discovery.reachability.reached(Plane.DATA, nonce, at)
             node = ServingNode(config, identity, shard, discovery, life, network)
             stack.push_async_callback(node.close_links)
             await node.listen(host, port + 1 if port else 0)

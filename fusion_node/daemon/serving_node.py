@@ -40,10 +40,10 @@ from fusion_node.engine.stage import Stage
 from fusion_node.errors import FusionError, ResourceExhausted
 from fusion_node.store import StoredModel
 from fusion_node.types import LayerRange, PeerId
-from p2p.addresses import dialable_hosts, parse_announce
-from p2p.discovery import DiscoveryService
+from p2p.discovery import Discovery, DiscoveryService
 from p2p.identity import Identity
 from p2p.links import LinkPool
+from p2p.reachability_verdict import Plane
 from p2p.records import PROTOCOL_VERSION, NodeRecord, ShardRecord, sign_record
 from p2p.seam import Network
 from p2p.websocket import join_address
@@ -52,6 +52,16 @@ from scheduler.placement import choose_layers
 RECORD_TTL_S = 60.0
 ANNOUNCE_INTERVAL_S = 20.0
 """A third of the record's life: two announcements may be lost before the node is forgotten."""
+
+SETTLE_S = 2.0
+"""How long a node that has just loaded waits for its peers to dial back before it is announced: without an address of
+its data plane, whoever hears of it could do nothing with it. It takes them 0.3 s on one network."""
+
+COALESCE_S = 0.05
+"""Between a change of what can be dialled and the announcement: both planes change at about the same time."""
+
+MAX_ADDRESSES = 8
+"""Of the data plane in a record."""
 
 RECORD_REUSE_S = 1.0
 
@@ -272,7 +282,7 @@ class ServingNode:
         config: NodeConfig,
         identity: Identity,
         shard: Shard,
-        discovery: DiscoveryService,
+        discovery: Discovery,
         life: NodeLife,
         network: Network,
     ) -> None:
@@ -299,7 +309,9 @@ class ServingNode:
             first_layers=engine.first_layers,
         )
         self._device_name = describe_devices(self._devices)
-        self._data_addresses: tuple[str, ...] = ()
+        self._reachability = discovery.reachability
+        self._addresses_changed = asyncio.Event()
+        self._told_addresses: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
         self._last_sequence = 0
         self._record = b""
         self._record_made_at = -math.inf
@@ -320,7 +332,7 @@ class ServingNode:
         return ReadyNode(
             self._identity.peer_id,
             self._engine.layers,
-            self._data_addresses,
+            tuple(join_address(*each) for each in self._reachability.best_known(Plane.DATA)),
             tuple(self._discovery.addresses),
             self._discovery.invite,
         )
@@ -328,13 +340,12 @@ class ServingNode:
     async def listen(self, host: str, port: int) -> None:
         """Opens the data plane, then tells the swarm, unless the node was paused while it loaded."""
         bound = await self._pool.listen(join_address(host, port))
-        bound_port = int(bound.rpartition(":")[2])
-        forwarded = [parse_announce(text) for text in self._config.announce]
-        addresses = [join_address(name, bound_port) for name in dialable_hosts(host)]
-        addresses += [join_address(name, port + 1) for name, port in forwarded]
-        self._data_addresses = tuple(addresses[-8:])
+        self._reachability.bound(Plane.DATA, [(host, int(bound.rpartition(":")[2]))])
+        await self._reachability.settled(Plane.DATA, timeout_s=SETTLE_S)
+        self._told_addresses = self._announced_addresses()
         if self._admission.paused is None:
             await self._announce()
+        self._reachability.on_change.append(self._addresses_changed.set)
         self._life.ready(self)
 
     async def serve(self, stop: asyncio.Event) -> None:
@@ -342,11 +353,13 @@ class ServingNode:
         device = self._devices[0]
         watch = await asyncio.to_thread(open_watch, device.type, uuid=device_uuid(device), wanted=self._config.back_off)
         manners = asyncio.create_task(self._life.manners.run(watch))
+        addresses = asyncio.create_task(self._announce_changed_addresses())
         try:
             await self._serve(stop, manners)
         finally:
             manners.cancel()
-            await asyncio.gather(manners, return_exceptions=True)
+            addresses.cancel()
+            await asyncio.gather(manners, addresses, return_exceptions=True)
 
     async def _serve(self, stop: asyncio.Event, manners: asyncio.Task[None]) -> None:
         announcing: asyncio.Task[None] | None = None
@@ -368,6 +381,24 @@ class ServingNode:
         if announcing is not None:
             announcing.cancel()
             await asyncio.gather(announcing, return_exceptions=True)
+
+    async def _announce_changed_addresses(self) -> None:
+        """The swarm is told at once of what can be dialled now, and of what cannot any more."""
+        while True:
+            await self._addresses_changed.wait()
+            await asyncio.sleep(COALESCE_S)
+            self._addresses_changed.clear()
+            found = self._announced_addresses()
+            if found != self._told_addresses:
+                log.info("can be dialled at", data=found[0], control=found[1])
+                self._told_addresses = found
+                self._record_made_at = -math.inf
+                if self._admission.paused is None:
+                    await self._announce()
+
+    def _announced_addresses(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        data = self._reachability.announced(Plane.DATA)[:MAX_ADDRESSES]
+        return tuple(join_address(*each) for each in data), tuple(self._discovery.announced_addresses)
 
     async def leave(self) -> None:
         """Withdraws the record, finishes or hands back what runs, closes everything."""
@@ -475,14 +506,15 @@ class ServingNode:
             kv_free_tokens=min(self._admission.free_positions, _MAX_CLAIMED_BYTES),
             quantization=self._model.quantization,
         )
+        data_addresses, libp2p_addresses = self._announced_addresses()
         record = NodeRecord(
             version=PROTOCOL_VERSION,
             peer=self._identity.peer_id,
             sequence=self._last_sequence,
             issued_at=now,
             expires_at=now + RECORD_TTL_S,
-            data_addresses=self._data_addresses,
-            libp2p_addresses=tuple(self._discovery.addresses[:8]),
+            data_addresses=data_addresses,
+            libp2p_addresses=libp2p_addresses,
             device=self._device_name[:96],
             memory_free_bytes=min(sum(map(free_memory_bytes, self._devices)), _MAX_CLAIMED_BYTES),
             shards=() if leaving or self._admission.paused is not None else (shard,),
