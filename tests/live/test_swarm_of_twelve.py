@@ -16,16 +16,16 @@ from tests.nat.light_nodes import LightNode, Nursery
 pytestmark = pytest.mark.live
 
 NUM_NODES = 12
-ALL_KNOWN_S = 30.0
+ALL_KNOWN_S = 60.0
 LATE_JOINER_S = 5.0
 NUM_KILLED = 4
-TTL_S = 15.0
-ANNOUNCE_INTERVAL_S = 5.0
-"""A quarter of what nodes use, so that the test need not wait for a minute; what has to hold follows from these two."""
+TTL_S = 30.0
+ANNOUNCE_INTERVAL_S = 10.0
+"""Half of what nodes use, so that the test need not wait for a minute; what has to hold follows from these two."""
 
 IDLE_S = 8.0
 MAX_IDLE_CPU = 0.15
-"""Of one core, per node that announces four times as often as nodes do."""
+"""Of one core, per node that announces twice as often as nodes do."""
 
 
 @pytest.fixture(scope="module")

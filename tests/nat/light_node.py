@@ -10,6 +10,7 @@ and is forked for each node. Nothing that is imported here may start a thread.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import gc
 import itertools
@@ -27,13 +28,18 @@ from typing import Any
 import p2p.libp2p_adapter  # noqa: F401  # the expensive import
 from fusion_node.cli.logs import LogFormat, configure_logs
 from fusion_node.errors import FusionError
-from fusion_node.types import ModelId, PeerId
-from p2p.addresses import dialable_hosts
+from fusion_node.types import ModelId, PeerId, UnixS
+from p2p.addresses import parse_listen
+from p2p.control import RelayLimits
 from p2p.discovery import Discovery, DiscoveryConfig
 from p2p.identity import Identity
+from p2p.libp2p_network import Libp2pNetwork
 from p2p.links import LinkPool
 from p2p.messages import AnyMessage, StatusReply, StatusRequest
+from p2p.paths import RoutedNetwork
+from p2p.reachability_verdict import Overall, Plane
 from p2p.records import PROTOCOL_VERSION, NodeRecord, ShardRecord, sign_record
+from p2p.relays import Relays
 from p2p.websocket import WebSocketNetwork, join_address
 from tests.nat.internet import join_namespace
 
@@ -52,12 +58,16 @@ class Options:
     Attributes:
         bootstrap: addresses to enter the swarm by.
         listen: control plane; the data plane takes the next port.
-        serve: False for a user, who announces nothing.
+        serve: False for a user, who listens nowhere and announces nothing.
+        relay: whether it carries the connections of others.
+        upnp: whether it asks its router for the ports.
     """
 
     bootstrap: list[str] = field(default_factory=list)
     listen: str = "0.0.0.0:4700"
     serve: bool = True
+    relay: bool = False
+    upnp: bool = True
     ttl_s: float = RECORD_TTL_S
     announce_interval_s: float = ANNOUNCE_INTERVAL_S
 
@@ -68,36 +78,54 @@ class Node:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.identity = Identity.generate()
-        self.discovery = Discovery(
-            self.identity,
-            DiscoveryConfig(
-                (options.listen,) if options.serve else (), tuple(options.bootstrap), mdns=False, serve=options.serve
-            ),
+        config = DiscoveryConfig(
+            (options.listen,) if options.serve else (),
+            tuple(options.bootstrap),
+            mdns=False,
+            serve=options.serve,
+            upnp=options.upnp and options.serve,
         )
-        self.pool = LinkPool(
-            WebSocketNetwork(self.identity), self.identity.peer_id, on_frame=self._on_frame, on_closed=self._on_closed
-        )
-        self.data_addresses: tuple[str, ...] = ()
+        self.discovery = Discovery(self.identity, config, relay=RelayLimits() if options.relay else None)
+        self._websocket = WebSocketNetwork(self.identity)
+        network = RoutedNetwork(self._websocket, Libp2pNetwork(self.identity, self.discovery))
+        self.pool = LinkPool(network, self.identity.peer_id, on_frame=self._on_frame, on_closed=self._on_closed)
+        self.relays = Relays(self.identity.peer_id, self.discovery, records=self._live, on_change=self._announce_soon)
+        self.discovery.extra_addresses.append(self.relays.circuit_addresses)
+        self.discovery.reachability.on_change.append(self._reachability_changed)
         self.lost: list[tuple[float, str, str]] = []
         self._sequence = int(time.time() * 1000)
         self._answered: dict[int, float] = {}
         self._new_answer = asyncio.Event()
+        self._wish_to_announce = asyncio.Event()
         self._announcing: asyncio.Task[None] | None = None
 
     async def start(self) -> dict[str, Any]:
         await self.discovery.start()
         if self.options.serve:
-            host, _, port = self.options.listen.rpartition(":")
-            bound = await self.pool.listen(join_address(host, int(port) + 1 if int(port) else 0))
-            bound_port = bound.rpartition(":")[2]
-            self.data_addresses = tuple(join_address(own, int(bound_port)) for own in dialable_hosts(host))
+            host, port = parse_listen(self.options.listen)
+            reachability = self.discovery.reachability
+            self._websocket.on_nonce = lambda nonce, at: reachability.reached(Plane.DATA, nonce, at)
+            bound = await self.pool.listen(join_address(host, port + 1 if port else 0))
+            reachability.bound(Plane.DATA, [(host, int(bound.rpartition(":")[2]))])
+            await self.pool.listen(f"/p2p/{self.identity.peer_id}")
             self._announcing = asyncio.create_task(self._announce())
         return {"peer": self.identity.peer_id, "addresses": self.discovery.addresses}
 
+    def _reachability_changed(self) -> None:
+        if self.options.serve:
+            self.relays.want(self.discovery.reachability.verdict().overall is Overall.BEHIND_NAT)
+            self._announce_soon()
+
+    def _announce_soon(self) -> None:
+        self._wish_to_announce.set()
+
     async def _announce(self) -> None:
         while True:
+            self._wish_to_announce.clear()
             await self.discovery.announce(self.record(), [MODEL])
-            await asyncio.sleep(self.options.announce_interval_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.options.announce_interval_s):
+                    await self._wish_to_announce.wait()
 
     def record(self) -> bytes:
         self._sequence += 1
@@ -108,15 +136,21 @@ class Node:
             sequence=self._sequence,
             issued_at=now,
             expires_at=now + self.options.ttl_s,
-            data_addresses=self.data_addresses,
-            libp2p_addresses=tuple(self.discovery.addresses[:8]),
+            data_addresses=self.data_addresses[:8],
+            libp2p_addresses=tuple(self.discovery.announced_addresses[:8]),
             device="none",
             memory_free_bytes=0,
             shards=(ShardRecord(MODEL, "none", 0, 1, 1, "fp32", 0.001, 4096),),
             num_sessions=0,
             software="light node",
+            is_relay=self.options.relay,
         )
         return sign_record(record, self.identity)
+
+    @property
+    def data_addresses(self) -> tuple[str, ...]:
+        announced = self.discovery.reachability.announced(Plane.DATA)
+        return tuple(join_address(host, port) for host, port in announced)
 
     def _on_frame(self, peer: PeerId, message: AnyMessage, payload: memoryview) -> None:
         match message:
@@ -135,14 +169,20 @@ class Node:
         return {
             "addresses": self.discovery.addresses,
             "data_addresses": list(self.data_addresses),
-            "links": [],
+            "links": self._links(),
+            "relays": self.relays.held,
+            "overall": self.discovery.reachability.verdict().overall,
+            "nat": self.discovery.reachability.verdict().nat,
             "lost": self.lost,
         }
 
     async def do_known(self) -> list[str]:
-        return [record.peer for record in self.discovery.table.live(now=self.discovery._now())]
+        return [record.peer for record in self._live()]
 
     async def do_record(self, peer: str) -> dict[str, Any] | None:
+        """What it knows of another one; a user asks the swarm first, since nobody tells users anything unasked."""
+        if not self.options.serve:
+            await self.discovery.find(MODEL, timeout_s=5.0)
         record = self._record_of(peer)
         return None if record is None else {
             "data": list(record.data_addresses), "libp2p": list(record.libp2p_addresses),
@@ -187,9 +227,15 @@ class Node:
             "longest_gap_s": max(late - early for early, late in itertools.pairwise(times)),
         }
 
+    def _links(self) -> list[dict[str, Any]]:
+        links = [(peer, entries[0].link) for peer, entries in self.pool._links.items()]
+        return [{"peer": peer, "path": link.path.value, "remote_address": link.remote_address} for peer, link in links]
+
+    def _live(self) -> list[NodeRecord]:
+        return list(self.discovery.table.live(now=UnixS(time.time())))
+
     def _record_of(self, peer: str) -> NodeRecord | None:
-        live = self.discovery.table.live(now=self.discovery._now())
-        return next((record for record in live if record.peer == peer), None)
+        return next((record for record in self._live() if record.peer == peer), None)
 
 
 async def serve_orders(options: Options, orders: socket.socket) -> None:

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -28,6 +28,9 @@ from tests.nat.internet import REPOSITORY, Host
 
 IMPORT_S = 60.0
 START_S = 30.0
+KNOWN_S = 30.0
+"""Until a node's record with an address that can be dialled is at another one."""
+
 ANSWER_S = 40.0
 """Longer than anything a node does when it is asked: it says itself when it gives up."""
 
@@ -194,10 +197,18 @@ class Nursery:
         self._process.wait()
 
 
-@contextlib.contextmanager
-def measured() -> Iterator[list[float]]:
-    """Appends the seconds that the block takes to the list that it yields."""
-    taken: list[float] = []
+def connect(user: LightNode, node: LightNode) -> None:
+    """Waits until the node has told the swarm where it can be reached, and makes a link with it."""
+
+    def can_be_reached() -> bool:
+        record = user.ask("record", peer=node.peer)
+        return record is not None and bool(record["data"] or record["libp2p"])
+
     began = time.monotonic()
-    yield taken
-    taken.append(time.monotonic() - began)
+    wait_until(can_be_reached, within_s=KNOWN_S, what=f"{user.name} knows an address of {node.name}")
+    print(f"\nan address of {node.name} known after {time.monotonic() - began:.2f} s")
+    began = time.monotonic()
+    user.ask("connect", peer=node.peer)
+    said = user.ask("converse", peer=node.peer, seconds=0.2)
+    assert said["in_order"]
+    print(f"link and first answers after {time.monotonic() - began:.2f} s, path {user.path_to(node)}")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.live.swarm_process import wait_until
 from tests.nat.internet import Internet
-from tests.nat.light_nodes import LightNode, Nursery
+from tests.nat.light_nodes import LightNode, Nursery, connect
 
 pytestmark = pytest.mark.live
 
@@ -22,9 +22,7 @@ def pair(internet: Internet, nodes: Nursery) -> tuple[LightNode, LightNode]:
     """Two hosts that see one another, with a link."""
     far = nodes.start("far", host=internet.host("far"))
     near = nodes.start("near", host=internet.host("near"), peers=[far])
-    wait_until(lambda: far.peer in near.known_peers, within_s=20.0, what="they know one another")
-    near.ask("connect", peer=far.peer)
-    assert near.ask("converse", peer=far.peer, seconds=0.5)["in_order"]
+    connect(near, far)
     return near, far
 
 
