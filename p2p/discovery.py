@@ -257,7 +257,7 @@ class Discovery:
         self._swarm_key = swarm_key
         self._relay = relay
         self._gate = gate or PeerGate()
-        self._gate.on_ban(lambda ban: self._post(self._drop_refused))
+        self._gate.on_change(lambda: self._post(self._drop_refused))
         self._price = price or PuzzleChecker(0)
         self.on_peer_met: list[Callable[[PeerId], None]] = []
         self.on_connection: list[Callable[[PeerId, bool], None]] = []

@@ -16,7 +16,7 @@ import asyncio
 import threading
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import structlog
@@ -70,6 +70,9 @@ class PeerGate:
         self._neighbours: OrderedDict[PeerId, None] = OrderedDict()
         """Peers on this machine, as they have connected: none is banned by itself, on whatever path it erred."""
         self._on_ban: list[Callable[[Ban], None]] = []
+        self._on_change: list[Callable[[], None]] = []
+        if allow_list is not None:
+            allow_list.on_change(self._tell_changed)
         if path is not None:
             self._bans.replace_all(ban_file.load(path), now=wall_clock())
 
@@ -169,7 +172,16 @@ class PeerGate:
         """Calls back with every new ban, from whichever thread made it, so that what is open can be closed."""
         self._on_ban.append(callback)
 
+    def on_change(self, callback: Callable[[], None]) -> None:
+        """Calls back when others are refused than before, by a ban or by the allow-list, from whichever thread."""
+        self._on_change.append(callback)
+
     # the operator
+
+    def refresh(self) -> None:
+        """Reads the allow-list again if it has changed. To be called about once a second."""
+        if self._allow_list is not None:
+            self._allow_list.refresh()
 
     def bans(self) -> list[Ban]:
         """Those that are not over, the last made first."""
@@ -222,10 +234,16 @@ class PeerGate:
         self.refused[str(reason)] += 1
         return str(reason)
 
-    def _tell(self, made: Iterable[Ban]) -> None:
+    def _tell(self, made: Sequence[Ban]) -> None:
         for ban in made:
             for callback in self._on_ban:
                 callback(ban)
+        if made:
+            self._tell_changed()
+
+    def _tell_changed(self) -> None:
+        for callback in self._on_change:
+            callback()
 
 
 def matches(ban: Ban, peer: str, host: str) -> bool:

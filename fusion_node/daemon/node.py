@@ -145,6 +145,7 @@ class _Starter:
                     upnp=config.upnp,
                 ),
                 swarm_key=swarm_key,
+                gate=gate,
             )
             stack.push_async_callback(discovery.aclose)
             await discovery.start()

@@ -5,7 +5,8 @@ import pytest
 
 from fusion_node.errors import ConfigError
 from p2p.allow_list import MAX_FILE_BYTES, NOT_ALLOWED, AllowList, read
-from p2p.gate import PeerGate
+from p2p.bans import Ban
+from p2p.gate import BANNED, PeerGate
 from p2p.identity import Identity
 
 ANNA, BERT, CLEO = (Identity.from_seed(bytes([number]) * 32).peer_id for number in range(3))
@@ -107,3 +108,16 @@ def test_a_gate_refuses_links_dials_and_requests_of_strangers(path: Path) -> Non
     assert gate.refuse_peer(CLEO, "192.0.2.7") == NOT_ALLOWED
     assert gate.refuse_stream(CLEO) == NOT_ALLOWED
     assert gate.refused == {NOT_ALLOWED: 2}
+
+
+async def test_a_gate_tells_when_others_are_refused_than_before(path: Path) -> None:
+    gate, changes = PeerGate(allow_list=AllowList(path)), list[str]()
+    gate.on_change(lambda: changes.append(gate.reason_against(BERT) or "allowed"))
+    gate.refresh()
+    assert changes == []
+    write(path, ANNA)
+    gate.refresh()
+    assert changes == [NOT_ALLOWED]
+    await gate.change(ban=[Ban(BERT, 0.0, None)])
+    assert changes == [NOT_ALLOWED, BANNED]
+    assert gate.refused == {}
