@@ -38,6 +38,9 @@ from p2p.reachability_core import NONCE_BYTES, Ask, ReachabilityCore
 from p2p.reachability_verdict import Address, AddressState, Observation, Outcome, Plane, Source, Verdict
 from p2p.upnp import Mapping, PortMapper, PortMapping
 
+MAX_PROBED = 4
+"""Peers that are connected to from the listener's port, on each network: two tell the class of NAT, others may lie."""
+
 T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
@@ -96,6 +99,7 @@ class Reachability:
         self._stepped = asyncio.Event()
         self._told: tuple[object, ...] = ()
         self._met: set[PeerId] = set()
+        self._probed: set[PeerId] = set()
         self.on_change: list[Callable[[], None]] = []
         self.dial_back = DialBack(
             self._ends_of,
@@ -235,8 +239,23 @@ class Reachability:
             log.debug("a peer does not dial back", peer=ask.peer, reason=str(error))
             self._core.unanswered(ask.peer, now=self._clock())
         else:
-            self._core.answered(ask.peer, answer.outcomes, _observation(answer, ends), now=self._clock())
+            observation = _observation(answer, ends)
+            self._core.answered(ask.peer, answer.outcomes, observation, now=self._clock())
+            if observation is not None and observation.seen_host != observation.local_host:
+                self._spawn(self._probe(ask.peer, ends[0]))
         self._wake.set()
+
+    async def _probe(self, peer: PeerId, ends: ConnectionEnds) -> None:
+        """There is a NAT: what it does with the listener's port shows whether holes can be punched."""
+        if not ends.is_outgoing or peer in self._probed or len(self._probed) >= MAX_PROBED:
+            return
+        self._probed.add(peer)
+        source = self._listeners[Plane.CONTROL][0]
+        with contextlib.suppress(FusionError):
+            seen = await self._control.call(lambda node: node.probe(ends.remote_host, ends.remote_port, source))
+            if seen is not None and peer in self._met:
+                self._core.probed(peer, seen)
+                self._tell_changes()
 
     async def _ends_of(self, peer: PeerId) -> list[ConnectionEnds]:
         """What this side has dialled comes first: that end's port is the one that a router may have changed."""
@@ -253,11 +272,25 @@ class Reachability:
 
     def _network_changed(self) -> None:
         log.info("this machine's addresses have changed; peers are asked which of them can be dialled")
+        self._probed.clear()
         self._set_candidates()
         self._core.network_changed(now=self._clock())
         if self._mapper is not None:
             self._mapper.renew()
         self._wake.set()
+        self._spawn(self._drop_dead_connections())
+
+    async def _drop_dead_connections(self) -> None:
+        """Those from an address that this machine has no more: TCP would notice in minutes, a heartbeat in half of one.
+
+        Whoever keeps connections makes new ones at once.
+        """
+        own = {str(ip) for each in self._read() for ip in each.addresses}
+        for peer in list(self._met):
+            with contextlib.suppress(FusionError):
+                ends = await self._ends_of(peer)
+                if ends and all(each.local_host not in own for each in ends):
+                    await self._control.call(lambda node, peer=peer: node.disconnect(peer))  # type: ignore[misc]
 
     def _take_mappings(self, mappings: tuple[Mapping, ...]) -> None:
         self._mappings = mappings
