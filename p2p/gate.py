@@ -73,6 +73,7 @@ class PeerGate:
         self._on_change: list[Callable[[], None]] = []
         if allow_list is not None:
             allow_list.on_change(self._tell_changed)
+        self._version_read = None if path is None else _version(path)
         if path is not None:
             self._bans.replace_all(ban_file.load(path), now=wall_clock())
 
@@ -168,6 +169,11 @@ class PeerGate:
         if isinstance(failure, RemoteProtocolError) and not isinstance(failure, ProtocolVersionMismatch):
             self.report(peer, host, str(failure))
 
+    def is_neighbour(self, peer: str) -> bool:
+        """Whether the peer has connected from this machine."""
+        with self._lock:
+            return peer in self._neighbours
+
     def on_ban(self, callback: Callable[[Ban], None]) -> None:
         """Calls back with every new ban, from whichever thread made it, so that what is open can be closed."""
         self._on_ban.append(callback)
@@ -179,9 +185,18 @@ class PeerGate:
     # the operator
 
     def refresh(self) -> None:
-        """Reads the allow-list again if it has changed. To be called about once a second."""
+        """Reads the allow-list and the file of bans again if they have changed. To be called about once a second."""
         if self._allow_list is not None:
             self._allow_list.refresh()
+        if self._path is None or self._version_read == (version := _version(self._path)):
+            return
+        self._version_read = version
+        found = ban_file.load(self._path)
+        with self._lock:
+            before = {ban.target for ban in self._bans.current(now=self._wall_clock())}
+            self._bans.replace_all([*found, *self._unsaved], now=self._wall_clock())
+            new = [ban for ban in self._bans.current(now=self._wall_clock()) if ban.target not in before]
+        self._tell(new)
 
     def bans(self) -> list[Ban]:
         """Those that are not over, the last made first."""
@@ -244,6 +259,15 @@ class PeerGate:
     def _tell_changed(self) -> None:
         for callback in self._on_change:
             callback()
+
+
+def _version(path: Path) -> tuple[int, int] | None:
+    """Changes when the file is replaced; None while there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_ino
 
 
 def matches(ban: Ban, peer: str, host: str) -> bool:

@@ -41,7 +41,8 @@ from fusion_node.wire import MAX_FRAME_BYTES, printable
 from p2p.heartbeat_core import DEAD_AFTER_S, Heartbeat, Liveness
 from p2p.identity import short
 from p2p.messages import AnyMessage, Frame, Goodbye, Ping, Pong
-from p2p.seam import Link, LinkCounters, Listener, Network
+from p2p.prefixes import ip_of
+from p2p.seam import Gate, Link, LinkCounters, Listener, Network, OpenGate, PathKind
 
 MAX_QUEUE_BYTES = 2 * MAX_FRAME_BYTES
 """Per link, beside what the kernel buffers. Room for one largest frame behind another."""
@@ -93,6 +94,7 @@ class _PooledLink:
     last_used: float = 0.0
     seen_frames_in: int = 0
     unfinished_since: float | None = None
+    bounded_frames_in: int = 0
 
 
 class LinkPool:
@@ -104,6 +106,7 @@ class LinkPool:
         on_frame: called for every message but pings, pongs and goodbyes, in order per peer. It must not block. A
             FusionError that it raises closes the link for that reason, any other exception as a bug of ours.
         on_closed: called once when a peer is lost, and why; not after ``aclose``. Never called from within ``send``.
+        gate: who may be dialled, and how much each may send. What it bans is dropped by ``drop_refused``.
         is_needed: whether something depends on the link with this peer, however idle it is, so that it has to be kept.
         clock: monotonic seconds. A test that hands in its own calls ``tick`` itself.
     """
@@ -115,6 +118,7 @@ class LinkPool:
         *,
         on_frame: OnFrame,
         on_closed: OnClosed,
+        gate: Gate | None = None,
         is_needed: Callable[[PeerId], bool] = lambda peer: False,
         clock: Callable[[], float] = time.monotonic,
         max_links: int = MAX_LINKS,
@@ -125,6 +129,7 @@ class LinkPool:
         self._identity_peer = identity_peer
         self._on_frame = on_frame
         self._on_closed = on_closed
+        self._gate = gate or OpenGate()
         self._is_needed = is_needed
         self._clock = clock
         self._max_links = max_links
@@ -166,6 +171,9 @@ class LinkPool:
         self._check_open()
         if self.is_connected(peer):
             return
+        refusal = self._gate.refuse_peer(peer, "")
+        if refusal is not None:
+            raise PeerUnreachable(peer, f"peer {short(peer)} is not dialled: {refusal}")
         key = (peer, tuple(addresses))
         dial = self._dials.get(key)
         if dial is None:
@@ -288,6 +296,15 @@ class LinkPool:
                 with contextlib.suppress(PeerError):
                     self._post_own(entry, ping)
         self._bound_unfinished()
+
+    def drop_refused(self) -> None:
+        """Ends the links with peers that the gate refuses by now."""
+        for peer, entries in list(self._links.items()):
+            refusals = [self._gate.refuse_peer(peer, _host_of(entry.link) or "") for entry in entries]
+            if any(refusals):
+                self._drop(
+                    peer, PeerClosed(peer, f"peer {short(peer)} is refused here: {next(filter(None, refusals))}")
+                )
 
     # Links come and go.
 
@@ -423,6 +440,7 @@ class LinkPool:
             reason = entry.reason or error
         finally:
             had_link = self._remove(entry)
+        self._gate.report_failure(peer, _host_of(link), reason)
         try:
             if had_link:
                 self._lost(entry, reason)
@@ -506,8 +524,10 @@ class LinkPool:
         """Tells the heartbeat what has moved since it was last told. Cheaper than a clock reading per frame."""
         counters = entry.link.counters
         if counters.bytes_in != entry.seen_bytes_in:
+            num_bytes = counters.bytes_in - entry.seen_bytes_in
             entry.seen_bytes_in = counters.bytes_in
             entry.heartbeat.heard(now)
+            self._bound_traffic(entry, num_bytes)
         if counters.bytes_out != entry.seen_bytes_out:
             entry.seen_bytes_out = counters.bytes_out
             entry.heartbeat.sent(now)
@@ -520,6 +540,14 @@ class LinkPool:
         elif entry.unfinished_since is None or counters.frames_in != entry.seen_frames_in:
             entry.unfinished_since = now
         entry.seen_frames_in = counters.frames_in
+
+    def _bound_traffic(self, entry: _PooledLink, num_bytes: int) -> None:
+        """Ends the link with a peer that sends more than it may."""
+        peer, num_frames = entry.link.peer, entry.link.counters.frames_in
+        excess = self._gate.refuse_traffic(peer, num_frames - entry.bounded_frames_in, num_bytes)
+        entry.bounded_frames_in = num_frames
+        if excess is not None:
+            self._fail(entry, RemoteProtocolError(peer, f"peer {short(peer)} sends more than it may: {excess}"))
 
     def _bound_unfinished(self) -> None:
         """Closes links until unfinished frames hold what they may, those first that take longest to finish theirs.
@@ -551,6 +579,14 @@ class LinkPool:
     def _check_open(self) -> None:
         if self._closed:
             raise LocalProtocolError("this pool of links is closed")
+
+
+def _host_of(link: Link) -> str | None:
+    """Where the peer itself is; None behind a relay, or when it is unknown."""
+    if link.path not in (PathKind.DIRECT, PathKind.STREAM):
+        return None
+    host = link.remote_address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+    return None if ip_of(host) is None else host
 
 
 def _add(total: LinkCounters, counters: LinkCounters) -> None:

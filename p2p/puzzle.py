@@ -20,7 +20,7 @@ import os
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,6 +31,7 @@ from fusion_node.errors import ConfigError
 from fusion_node.types import PeerId, UnixS
 from p2p.identity import public_key_of
 from p2p.limits_core import Buckets, Rate
+from p2p.prefixes import is_loopback
 from p2p.records import NodeRecord, Refusal
 
 DEFAULT_BITS = 11
@@ -114,6 +115,17 @@ async def solution_for(peer: PeerId, bits: int, path: Path | None) -> bytes:
     return solution
 
 
+def default_bits(hosts: Iterable[str], *, is_private: bool) -> int:
+    """What to demand, and to solve oneself, when nothing else is said.
+
+    Args:
+        hosts: where one listens, or if one does not, by whom one enters the swarm.
+        is_private: among members there is nothing to pay, and neither is there on one machine.
+    """
+    known = list(hosts)
+    return 0 if is_private or (known and all(map(is_loopback, known))) else DEFAULT_BITS
+
+
 def check_bits(bits: int) -> int:
     """Raises ConfigError for a number of bits that nobody can mean."""
     if not 0 <= bits <= MAX_BITS:
@@ -129,12 +141,19 @@ class PuzzleChecker:
     Args:
         bits: that are demanded; 0 lets everybody through.
         own: the own identity, which need not prove anything to itself.
+        is_exempt: who else need not pay, as those on one's own machine, whom nobody else has to heed.
         evaluate: ``bits_of``, or something cheaper in a simulation.
     """
 
     def __init__(
-        self, bits: int, *, own: PeerId | None = None, evaluate: Callable[[bytes, bytes], int] = bits_of
+        self,
+        bits: int,
+        *,
+        own: PeerId | None = None,
+        is_exempt: Callable[[str], bool] = lambda peer: False,
+        evaluate: Callable[[bytes, bytes], int] = bits_of,
     ) -> None:
+        self._is_exempt = is_exempt
         self.bits = bits
         self.num_evaluated = 0
         self._own = own
@@ -155,7 +174,7 @@ class PuzzleChecker:
     def __call__(self, record: NodeRecord, introducer: PeerId | None, now: UnixS) -> Refusal | None:
         """Why a record that is otherwise good is to be refused; see RecordTable.receive for the arguments."""
         with self._lock:
-            if self.bits <= 0 or record.peer == self._own:
+            if self.bits <= 0 or record.peer == self._own or self._is_exempt(record.peer):
                 return None
             if record.peer in self._paid:
                 self._paid.move_to_end(record.peer)

@@ -10,7 +10,17 @@ import structlog
 import typer
 
 from fusion_node.cli.logs import LogFormat, configure_logs
-from fusion_node.cli.options import Home, Mdns, Model, Numerics, Peers, SwarmKeyFile, Threads, parse_size
+from fusion_node.cli.options import (
+    Home,
+    Mdns,
+    Model,
+    Numerics,
+    Peers,
+    PuzzleBits,
+    SwarmKeyFile,
+    Threads,
+    parse_size,
+)
 from fusion_node.daemon.config import DEFAULT_LISTEN, NodeConfig
 from fusion_node.types import LayerRange
 
@@ -85,6 +95,7 @@ def join(
     ] = None,
     operator: Annotated[str, typer.Option(help="A name under which you want to be known.")] = "",
     upnp: Annotated[bool, typer.Option(help="Ask the router to forward the ports of --listen to this node.")] = True,
+    puzzle_bits: PuzzleBits = None,
     mdns: Mdns = True,
     home: Home = None,
     until_stdin_ends: Annotated[
@@ -116,6 +127,7 @@ def join(
         swarm_key_path=swarm_key,
         allow_path=allow,
         operator=operator,
+        puzzle_bits=puzzle_bits,
     )
     from fusion_node.daemon.node import run_node
 

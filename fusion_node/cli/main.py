@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 import fusion_node
+from fusion_node.cli.ban import ban, bans, unban
 from fusion_node.cli.control import pause, resume
 from fusion_node.cli.demo import demo
 from fusion_node.cli.invite import invite
@@ -37,6 +38,9 @@ app.command()(chat)
 app.command()(status)
 app.command()(invite)
 app.command()(peers)
+app.command()(ban)
+app.command()(unban)
+app.command()(bans)
 app.command()(pause)
 app.command()(resume)
 

@@ -48,6 +48,16 @@ Home = Annotated[
 Numerics = Annotated[
     str, typer.Option(help="Numerics class: fp32, f16r32, bf16 or fp16; with +kv8 KV is kept in int8.")
 ]
+PuzzleBits = Annotated[
+    int | None,
+    typer.Option(
+        "--puzzle-bits",
+        envvar="FUSION_PUZZLE_BITS",
+        metavar="N",
+        help="What an identity must have paid to be heeded, in a swarm of strangers: each bit more doubles it. 11 are "
+        "2 seconds, once; 0 is nothing.",
+    ),
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads to compute with; torch's own choice if not given.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Name or id of a model in the store.")]

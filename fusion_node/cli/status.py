@@ -16,6 +16,7 @@ from fusion_node.cli.options import (
     Home,
     Mdns,
     Peers,
+    PuzzleBits,
     SwarmKeyFile,
     UserIdentity,
     read_identity,
@@ -25,6 +26,7 @@ from fusion_node.cli.pictures import coverage, local_table, node_table, problems
 from fusion_node.client.connection import SwarmConnection, ways_in
 from fusion_node.client.overview import Overview, look_around
 from fusion_node.store import ModelStore
+from p2p.bans import FILE_NAME
 from p2p.identity import short
 
 
@@ -33,6 +35,7 @@ def status(
     peer: Peers = None,
     swarm_key: SwarmKeyFile = None,
     identity: UserIdentity = None,
+    puzzle_bits: PuzzleBits = None,
     mdns: Mdns = True,
     home: Home = None,
     local: Annotated[
@@ -51,7 +54,14 @@ def status(
         key = read_swarm_key(swarm_key)
         known = ways_in(peer or (), mdns=mdns, home=ModelStore(home).home, swarm_key=key)
         who = read_identity(identity)
-        async with SwarmConnection(known, identity=who, mdns=mdns, swarm_key=key) as connection:
+        async with SwarmConnection(
+            known,
+            identity=who,
+            mdns=mdns,
+            swarm_key=key,
+            bans=ModelStore(home).home / FILE_NAME,
+            puzzle_bits=puzzle_bits,
+        ) as connection:
             return await look_around(connection, model_id)
 
     overview = asyncio.run(run())

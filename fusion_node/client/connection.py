@@ -18,13 +18,14 @@ from typing import Self
 
 import structlog
 
-from fusion_node.errors import FusionError, NoPeers, PeerError, PeerTimeout, RemoteProtocolError
+from fusion_node.errors import ConfigError, FusionError, NoPeers, PeerError, PeerTimeout, RemoteProtocolError
 from fusion_node.types import ModelId, PeerId, UnixS
 from p2p.bandwidth import BandwidthMeter
 from p2p.compression import Compressor
 from p2p.discovery import Discovery, DiscoveryConfig, DiscoveryService
+from p2p.gate import PeerGate
 from p2p.identity import Identity, short
-from p2p.invite import swarm_key_of
+from p2p.invite import parse_bootstrap, swarm_key_of
 from p2p.links import LinkPool
 from p2p.local_nodes import running
 from p2p.messages import (
@@ -39,6 +40,7 @@ from p2p.messages import (
     StatusRequest,
     StepResult,
 )
+from p2p.puzzle import PuzzleChecker, check_bits, default_bits
 from p2p.records import NodeRecord
 from p2p.seam import Network
 from p2p.swarm_key import SwarmKey, swarm_tag
@@ -86,6 +88,14 @@ def ways_in(peers: Sequence[str], *, mdns: bool, home: Path, swarm_key: SwarmKey
     return tuple(peers) or (running(home / "run", swarm_tag(swarm_key)) if mdns else ())
 
 
+def _hosts(peers: Sequence[str]) -> list[str]:
+    """Where these peers are. Malformed ones are left out here, and told of when the swarm is entered."""
+    try:
+        return [address.host for address in parse_bootstrap(peers, now=UnixS(time.time()))]
+    except ConfigError:
+        return []
+
+
 class SwarmConnection:
     """One identity in the swarm, as a user.
 
@@ -94,6 +104,8 @@ class SwarmConnection:
         identity: None makes one that lives as long as the connection, so that two runs cannot be linked.
         mdns: whether to look for nodes on the local network.
         swarm_key: of the private swarm to enter; an invite among ``peers`` may hold it instead.
+        bans: file of those that are banned (p2p.bans); None bans nobody.
+        puzzle_bits: what the identities of nodes must have paid; None is p2p.puzzle.default_bits.
         discovery, network: other implementations, for tests; they must prove ``identity``.
         dialled_back_s: see DIALLED_BACK_S.
     """
@@ -105,6 +117,8 @@ class SwarmConnection:
         identity: Identity | None = None,
         mdns: bool = True,
         swarm_key: SwarmKey | None = None,
+        bans: Path | None = None,
+        puzzle_bits: int | None = None,
         discovery: DiscoveryService | None = None,
         network: Network | None = None,
         dialled_back_s: float = DIALLED_BACK_S,
@@ -114,13 +128,19 @@ class SwarmConnection:
         self._mdns = mdns
         config = DiscoveryConfig(listen=(), bootstrap=self._peers, mdns=mdns, serve=False)
         key = swarm_key_of(self._peers, swarm_key, now=UnixS(time.time()))
-        self._discovery = discovery or Discovery(self.identity, config, swarm_key=key)
+        self._gate = gate = PeerGate(bans)
+        if puzzle_bits is None:
+            puzzle_bits = default_bits(_hosts(self._peers), is_private=key is not None)
+        price = PuzzleChecker(check_bits(puzzle_bits), is_exempt=gate.is_neighbour)
+        self._discovery = discovery or Discovery(self.identity, config, swarm_key=key, gate=gate, price=price)
         self.links = LinkPool(
-            network or WebSocketNetwork(self.identity, psk=None if key is None else key.noise_psk),
+            network or WebSocketNetwork(self.identity, psk=None if key is None else key.noise_psk, gate=gate),
             self.identity.peer_id,
+            gate=gate,
             on_frame=self._on_frame,
             on_closed=self._on_closed,
         )
+        gate.on_change(self.links.drop_refused)
         self.bandwidth = BandwidthMeter(self.links)
         self.compressor = Compressor(rate_Bps=lambda peer: None, features=lambda peer: ())
         self._sessions: dict[bytes, tuple[SessionHandler, LostHandler]] = {}
@@ -166,6 +186,7 @@ class SwarmConnection:
         Raises:
             NoPeers: no peer of the swarm can be reached.
         """
+        self._gate.refresh()
         await self._discovery.wait_for_peer(ENTER_TIMEOUT_S if self._peers else LAN_TIMEOUT_S)
         records = await self._discovery.find(model_id, timeout_s=timeout_s)
         new = {record.peer for record in records if not (record.data_addresses or record.libp2p_addresses)}

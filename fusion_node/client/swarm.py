@@ -38,6 +38,7 @@ from fusion_node.errors import ConfigError, ContextTooLong, NoPeers, NoRoute, Pe
 from fusion_node.store import ModelStore, StoredModel
 from fusion_node.types import LayerRange, MonotonicS, PeerId
 from fusion_node.wire import WireError
+from p2p.bans import FILE_NAME as BAN_FILE_NAME
 from p2p.identity import Identity, short
 from p2p.messages import INT8, CloseSession, TensorMeta
 from p2p.records import PROTOCOL_VERSION, Plan, PlanStage, sign_plan
@@ -180,6 +181,8 @@ class SwarmClient:
         prefix_cache: ask the nodes to keep the KV of an answer for some minutes, and begin an answer whose prompt
             begins like an earlier one with what they kept. Other users do not get at it.
         background: nobody waits for the answers: nodes compute them with what others leave.
+        puzzle_bits: what the identities of nodes must have paid; None is 0 on one machine and among members of a
+            private swarm, and otherwise what nodes pay unless told otherwise.
         connection: an existing connection; it is used and not closed.
 
     Raises:
@@ -201,6 +204,7 @@ class SwarmClient:
         background: bool = False,
         swarm_key: SwarmKey | Path | None = None,
         identity: Identity | None = None,
+        puzzle_bits: int | None = None,
         connection: SwarmConnection | None = None,
     ) -> None:
         self._priority = 1 if background else 0
@@ -216,6 +220,8 @@ class SwarmClient:
             identity=identity,
             mdns=mdns,
             swarm_key=key,
+            bans=ModelStore(home).home / BAN_FILE_NAME,
+            puzzle_bits=puzzle_bits,
         )
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="boundary", initializer=prepare_thread)
         self._loading: asyncio.Future[tuple[Boundary, Tokenizer]] | None = None

@@ -36,6 +36,7 @@ class NodeConfig:
         swarm_key_path: key file of the private swarm to be in. An invite in ``peers`` may hold the key instead.
         allow_path: file of the peer ids that may connect; None lets in everybody who is not banned.
         operator: a name that the operator wants to be known by; a claim.
+        puzzle_bits: what this identity pays, and demands of others; None is p2p.puzzle.default_bits.
     """
 
     model: str
@@ -58,3 +59,4 @@ class NodeConfig:
     swarm_key_path: Path | None = None
     allow_path: Path | None = None
     operator: str = ""
+    puzzle_bits: int | None = None

@@ -3,9 +3,10 @@
 HTTP over a Unix domain socket, one per node, ``PEER-ID.sock`` in the home's ``run`` folder: ``GET /state``,
 ``POST /pause`` (``{"at_once": true}``) and ``POST /resume``, each answered with a Reply as JSON; ``GET /network``,
 answered with a NetworkReport (``?measure=1`` measures bandwidth before, which takes some seconds); ``GET /peers``, with
-a PeersReply; and ``POST /invite``, with an InviteReply, which may hold the key of a private swarm. The folder has mode
-0700 and the socket 0600, so whoever can connect is the node's own user; there is no other access control. A path that
-is too long for a socket (sun_path, unix(7)) is a symbolic link to a short one.
+a PeersReply; ``POST /invite``, with an InviteReply, which may hold the key of a private swarm; and ``POST /bans``,
+which bans and lifts bans, with a BansReply. The folder has mode 0700 and the socket 0600, so whoever can connect is the
+node's own user; there is no other access control. A path that is too long for a socket (sun_path, unix(7)) is a
+symbolic link to a short one.
 
 Both sides are here: the node listens, the command line asks.
 """
@@ -31,6 +32,8 @@ from aiohttp import web
 
 from fusion_node.daemon.network_report import NetworkReport
 from fusion_node.daemon.swarm_report import InviteReply, InviteRequest, PeersReply
+from fusion_node.errors import ConfigError
+from p2p.bans import Ban
 
 MAX_REQUEST_BYTES = 4 * 1024
 MAX_REPLY_BYTES = 16 * 1024
@@ -38,6 +41,8 @@ MAX_REPORT_BYTES = 512 * 1024
 """A node has at most some hundred links, of about 200 bytes each."""
 MAX_PEERS_BYTES = 16 * 1024 * 1024
 """A node may know 20,000 records, of which each becomes some 300 bytes here."""
+MAX_BANS_BYTES = 8 * 1024 * 1024
+"""A file of bans is no longer."""
 MAX_NODES = 32
 """Of one home that are asked."""
 
@@ -119,6 +124,26 @@ class PauseRequest(msgspec.Struct, frozen=True):
     at_once: bool = False
 
 
+class BansRequest(msgspec.Struct, frozen=True):
+    """Body of ``POST /bans``: bans to add, and targets whose bans are lifted. With neither, it asks what there is."""
+
+    add: tuple[Ban, ...] = ()
+    lift: tuple[str, ...] = ()
+
+
+class BansReply(msgspec.Struct, frozen=True):
+    """The bans that hold now, the last made first.
+
+    Attributes:
+        num_lifted: of the targets to be lifted, those that were banned.
+        problem: why the request had no effect, or will not outlast the process; empty when all is well.
+    """
+
+    bans: tuple[Ban, ...] = ()
+    num_lifted: int = 0
+    problem: str = ""
+
+
 class Controllable(Protocol):
     """What a control socket controls."""
 
@@ -142,6 +167,14 @@ class Controllable(Protocol):
 
     async def peers(self) -> PeersReply | None:
         """With whom it is in touch; None while it starts."""
+        ...
+
+    async def change_bans(self, request: BansRequest) -> BansReply:
+        """Bans and lifts bans, with effect on what is open when this returns, and tells those that hold now.
+
+        Raises:
+            ConfigError: a target is none, or the change cannot be written.
+        """
         ...
 
 
@@ -194,6 +227,14 @@ def _application(node: Controllable) -> web.Application:
     async def peers(_: web.Request) -> web.Response:
         return if_started(await node.peers())
 
+    async def bans(request: web.Request) -> web.Response:
+        try:
+            return as_json(await node.change_bans(msgspec.json.decode(await request.read(), type=BansRequest)))
+        except msgspec.MsgspecError as error:
+            raise web.HTTPBadRequest from error
+        except ConfigError as error:
+            return as_json(BansReply(problem=str(error)))
+
     def if_started(value: msgspec.Struct | None) -> web.Response:
         if value is None:
             raise web.HTTPServiceUnavailable
@@ -208,6 +249,7 @@ def _application(node: Controllable) -> web.Application:
     application = web.Application(client_max_size=MAX_REQUEST_BYTES)
     application.add_routes([web.get("/state", state), web.get("/network", network), web.get("/peers", peers)])
     application.add_routes([web.post("/pause", pause), web.post("/resume", resume), web.post("/invite", invite)])
+    application.add_routes([web.post("/bans", bans)])
     return application
 
 
@@ -299,6 +341,11 @@ async def ask_invites(folder: Path, peers: Sequence[str], request: InviteRequest
     return await _ask_each(folder, peers, question)
 
 
+async def ask_bans(folder: Path, peers: Sequence[str], request: BansRequest) -> list[Answer[BansReply]]:
+    """Changes and lists the bans of nodes of this machine, as ``ask_nodes``."""
+    return await _ask_each(folder, peers, _Question("POST", "bans", BansReply, MAX_BANS_BYTES, ASK_TIMEOUT_S, request))
+
+
 @dataclass(frozen=True, slots=True)
 class _Question(Generic[T]):
     """One request, and what its answer is."""
@@ -308,7 +355,7 @@ class _Question(Generic[T]):
     reply: type[T]
     limit_bytes: int
     timeout_s: float
-    body: PauseRequest | InviteRequest | None = None
+    body: PauseRequest | InviteRequest | BansRequest | None = None
 
 
 async def _ask_each(folder: Path, peers: Sequence[str], question: _Question[T]) -> list[Answer[T]]:

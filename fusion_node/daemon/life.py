@@ -8,13 +8,16 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
 import psutil
 
-from fusion_node.daemon.control import NodeState, Phase
+from fusion_node.daemon.control import BansReply, BansRequest, NodeState, Phase
 from fusion_node.daemon.manners import MannersShell
 from fusion_node.daemon.manners_core import PauseReason, Standing
 from fusion_node.daemon.network_report import NetworkReport
 from fusion_node.daemon.swarm_report import InviteReply, InviteRequest, PeersReply, Swarming
+from p2p.bans import canonical_target
+from p2p.gate import PeerGate
 
 RATE_WINDOW_S = 10.0
 """Over which the rows per second are told."""
@@ -86,6 +89,11 @@ class NodeLife:
         self._rate = RowRate()
         self._examiner: Examining | None = None
         self._swarm: Swarming | None = None
+        self._gate = PeerGate()
+
+    def guarded_by(self, gate: PeerGate) -> None:
+        """Who may connect; before the control socket listens."""
+        self._gate = gate
 
     def in_the_network(self, examiner: Examining) -> None:
         """The control plane is up; this tells of it from now on."""
@@ -134,6 +142,11 @@ class NodeLife:
 
     async def peers(self) -> PeersReply | None:
         return None if self._swarm is None else await self._swarm.peers()
+
+    async def change_bans(self, request: BansRequest) -> BansReply:
+        added = [msgspec.structs.replace(ban, target=canonical_target(ban.target)) for ban in request.add]
+        num_lifted = await self._gate.change(ban=added, lift=map(canonical_target, request.lift))
+        return BansReply(tuple(self._gate.bans()), num_lifted)
 
     def state(self) -> NodeState:
         working = self._working

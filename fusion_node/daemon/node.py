@@ -35,6 +35,7 @@ from p2p.gate import PeerGate
 from p2p.identity import Identity
 from p2p.invite import swarm_key_of
 from p2p.local_nodes import registered, running
+from p2p.puzzle import PuzzleChecker, check_bits, default_bits, solution_for
 from p2p.reachability_verdict import Plane
 from p2p.swarm_key import FILE_NAME as KEY_FILE_NAME
 from p2p.swarm_key import SwarmKey, swarm_tag
@@ -133,6 +134,11 @@ class _Starter:
             identity = stack.enter_context(_own_identity(config))
             gate = PeerGate(store.home / BAN_FILE_NAME, allow_list=allow_list)
             life = NodeLife(identity.peer_id, model.name)
+            life.guarded_by(gate)
+            bits = default_bits([host], is_private=swarm_key is not None)
+            bits = bits if config.puzzle_bits is None else check_bits(config.puzzle_bits)
+            solving = asyncio.create_task(solution_for(identity.peer_id, bits, _puzzle_path(config)))
+            stack.callback(solving.cancel)
             await stack.enter_async_context(control_socket(run, identity.peer_id, life))
             discovery = Discovery(
                 identity,
@@ -146,6 +152,7 @@ class _Starter:
                 ),
                 swarm_key=swarm_key,
                 gate=gate,
+                price=PuzzleChecker(bits, own=identity.peer_id, is_exempt=gate.is_neighbour),
             )
             stack.push_async_callback(discovery.aclose)
             await discovery.start()
@@ -160,7 +167,9 @@ class _Starter:
             psk = None if swarm_key is None else swarm_key.noise_psk
             network = WebSocketNetwork(identity, psk=psk, gate=gate)
             network.on_nonce = lambda nonce, at: discovery.reachability.reached(Plane.DATA, nonce, at)
-            node = ServingNode(config, identity, shard, discovery, life, network)
+            if not solving.done():
+                log.info("solving the puzzle of this identity, once: nobody would heed it before", bits=bits)
+            node = ServingNode(config, identity, shard, discovery, life, network, gate=gate, puzzle=await solving)
             stack.push_async_callback(node.close_links)
             await node.listen(host, port + 1 if port else 0)
             node.on_left = stack.pop_all().aclose
@@ -203,9 +212,17 @@ def _swarm_view(peer: PeerId, discovery: Discovery, swarm_key: SwarmKey | None, 
     )
 
 
+def _identity_path(config: NodeConfig) -> Path:
+    return config.identity_path or ModelStore(config.home).home / "identity.key"
+
+
+def _puzzle_path(config: NodeConfig) -> Path:
+    return Path(f"{_identity_path(config)}.puzzle")
+
+
 @contextlib.contextmanager
 def _own_identity(config: NodeConfig) -> Iterator[Identity]:
-    path = config.identity_path or ModelStore(config.home).home / "identity.key"
+    path = _identity_path(config)
     identity = Identity.load_or_create(path)
     lock = filelock.FileLock(Path(f"{path}.lock"))
     try:

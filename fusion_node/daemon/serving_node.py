@@ -41,6 +41,7 @@ from fusion_node.errors import FusionError, ResourceExhausted
 from fusion_node.store import StoredModel
 from fusion_node.types import LayerRange, PeerId
 from p2p.discovery import Discovery, DiscoveryService
+from p2p.gate import PeerGate
 from p2p.identity import Identity
 from p2p.links import LinkPool
 from p2p.reachability_verdict import Plane
@@ -176,6 +177,11 @@ def _warm_up_rows(device: Device) -> tuple[int, ...]:
     return (1, 16, MAX_DECODE_ROWS) if device.type == "cpu" else (1, 16, MAX_DECODE_ROWS, MAX_ROWS)
 
 
+def _post(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed: nothing is open any more
+        loop.call_soon_threadsafe(function)
+
+
 def _measure(stages: Sequence[Stage], num_rows: int) -> float:
     return sum(stage.measure_seconds(num_rows) for stage in stages)
 
@@ -285,7 +291,13 @@ class ServingNode:
         discovery: Discovery,
         life: NodeLife,
         network: Network,
+        *,
+        gate: PeerGate,
+        puzzle: bytes = b"",
     ) -> None:
+        self._gate = gate
+        self._puzzle = puzzle
+        self._saving: asyncio.Task[None] | None = None
         self._config = config
         self._identity = identity
         self._model = shard.model
@@ -321,9 +333,13 @@ class ServingNode:
             identity.peer_id,
             on_frame=self._server.on_frame,
             on_closed=self._server.on_closed,
+            gate=gate,
             is_needed=lambda peer: bool(admission.touching(peer)),
         )
         self._server.attach(self._pool)
+        loop = asyncio.get_running_loop()
+        # Not from within what the pool is doing when it reports a breach.
+        gate.on_change(lambda: _post(loop, self._pool.drop_refused))
         self.on_left: Callable[[], Awaitable[None]] | None = None
         life.manners.attach(self)
 
@@ -370,6 +386,9 @@ class ServingNode:
                     await stop.wait()
             self._server.expire()
             self._life.tick()
+            self._gate.refresh()
+            if self._saving is None or self._saving.done():
+                self._saving = asyncio.create_task(self._gate.save())
             self._mind_bound()
             if manners.done():
                 manners.result()  # raises: it never ends by itself
@@ -477,6 +496,7 @@ class ServingNode:
 
     async def close_links(self) -> None:
         await self._pool.aclose("the node is shutting down")
+        await self._gate.save()
 
     async def _announce(self) -> None:
         try:
@@ -521,5 +541,6 @@ class ServingNode:
             num_sessions=len(self._admission.sessions),
             software=f"fusion-node {fusion_node.__version__}",
             operator=self._config.operator[:96],
+            puzzle=self._puzzle,
         )
         return sign_record(record, self._identity)

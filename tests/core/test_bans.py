@@ -228,6 +228,22 @@ async def test_gate_refuses_whom_its_operator_bans_until_lifted(tmp_path: Path) 
     assert gate.refused[BANNED] == 4
 
 
+async def test_gate_notices_what_another_process_of_the_home_bans_and_lifts(tmp_path: Path) -> None:
+    path, clock, heard = tmp_path / "bans.json", Clock(), list[Ban]()
+    gate, other = PeerGate(path, wall_clock=clock), PeerGate(path, wall_clock=clock)
+    gate.on_ban(heard.append)
+    gate.refresh()
+    await other.change(ban=[Ban(PEER, clock.now, None)])
+    assert gate.refuse_peer(PEER, "") is None
+    gate.refresh()
+    gate.refresh()
+    assert gate.refuse_peer(PEER, "") == BANNED
+    assert [ban.target for ban in heard] == [PEER]
+    await other.change(lift=[PEER])
+    gate.refresh()
+    assert gate.refuse_peer(PEER, "") is None
+
+
 async def test_gate_bans_for_breaches_and_saves_that(tmp_path: Path) -> None:
     clock, heard = Clock(), list[Ban]()
     gate = PeerGate(tmp_path / "bans.json", wall_clock=clock)

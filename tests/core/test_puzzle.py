@@ -128,6 +128,27 @@ def test_zero_bits_let_everybody_through() -> None:
     assert checker.has_paid(IDENTITIES[0].peer_id)
 
 
+@pytest.mark.parametrize(
+    ("hosts", "is_private", "expected"),
+    [
+        (["127.0.0.1", "::1"], False, 0),
+        (["127.0.0.1", "192.168.1.5"], False, puzzle.DEFAULT_BITS),
+        (["192.168.1.5"], False, puzzle.DEFAULT_BITS),
+        ([], False, puzzle.DEFAULT_BITS),
+        (["192.168.1.5"], True, 0),
+    ],
+)
+def test_nothing_is_demanded_on_one_machine_or_among_members(hosts: list[str], is_private: bool, expected: int) -> None:
+    assert puzzle.default_bits(hosts, is_private=is_private) == expected
+
+
+def test_peers_of_this_machine_need_not_pay() -> None:
+    neighbour, other = IDENTITIES[0], IDENTITIES[1]
+    checker = PuzzleChecker(9, is_exempt=lambda peer: peer == neighbour.peer_id, evaluate=cheap)
+    assert checker(record_of(neighbour), neighbour.peer_id, NOW) is None
+    assert checker(record_of(other), neighbour.peer_id, NOW) is Refusal.TOO_CHEAP
+
+
 def test_identity_is_checked_once_whatever_it_sends() -> None:
     checker = PuzzleChecker(9, evaluate=cheap)
     rich, poor = IDENTITIES[0], IDENTITIES[1]
