@@ -96,27 +96,27 @@ def _measure(model: StoredModel, texts: Sequence[str], numerics: NumericsClass) 
     """Distances of all tokens by arm."""
     inputs = _committed_rows(model, texts, numerics)
     stage = Stage.load(model, LAYERS, numerics=numerics, device=CPU)
-    auditor = _prefilled(stage, inputs)
+    auditor = prefilled(stage, inputs)
 
     def distance(outputs: Sequence[torch.Tensor]) -> Array:
         return _whitened(outputs, auditor, inputs)
 
     arms = {
-        "honest, sums in 4 parts": distance(_prefilled(stage, inputs, mode=_SumsInParts(4))),
+        "honest, sums in 4 parts": distance(prefilled(stage, inputs, mode=_SumsInParts(4))),
         "honest, token by token": distance([_decoded(stage, rows) for rows in inputs]),
-        "honest, softmax shares in 16 bits": distance(_prefilled(stage, inputs, mode=_RoundedShares(numerics))),
-        "int8 KV, per head and token": distance(_prefilled(stage, inputs, pool=_Int8Pool)),
-        "fp8 KV": distance(_prefilled(stage, inputs, pool=_Fp8Pool)),
+        "honest, softmax shares in 16 bits": distance(prefilled(stage, inputs, mode=_RoundedShares(numerics))),
+        "int8 KV, per head and token": distance(prefilled(stage, inputs, pool=_Int8Pool)),
+        "fp8 KV": distance(prefilled(stage, inputs, pool=_Fp8Pool)),
     }
     if numerics.dtype == torch.float32:
-        arms["honest, float64 between roundings"] = distance(_prefilled(_load_wide(model, numerics), inputs))
+        arms["honest, float64 between roundings"] = distance(prefilled(_load_wide(model, numerics), inputs))
     for other in NUMERICS:
         if other != numerics.name and not other.endswith(KV8_SUFFIX):
             computed = Stage.load(model, LAYERS, numerics=numerics_class(other), device=CPU)
-            arms[f"{other} instead"] = distance(_prefilled(computed, inputs))
+            arms[f"{other} instead"] = distance(prefilled(computed, inputs))
     for name, change in _CHEATS.items():
         cheat = Stage.load(_Changed(model, change), LAYERS, numerics=numerics, device=CPU)
-        arms[name] = distance(_prefilled(cheat, inputs))
+        arms[name] = distance(prefilled(cheat, inputs))
     return arms
 
 
@@ -135,11 +135,11 @@ def _committed_rows(model: StoredModel, texts: Sequence[str], numerics: Numerics
     boundary, tokenizer = Boundary.load(model, numerics=numerics, device=CPU), Tokenizer(model.path)
     front = Stage.load(model, LayerRange(0, LAYERS.start), numerics=numerics, device=CPU)
     embedded = [boundary.embed(tokenizer.encode(text)) for text in texts]
-    sent = [encode_rows(rows_TD, numerics.wire_dtype) for rows_TD in _prefilled(front, embedded)]
+    sent = [encode_rows(rows_TD, numerics.wire_dtype) for rows_TD in prefilled(front, embedded)]
     return [decode_rows(meta, payload) for meta, payload in sent]
 
 
-def _prefilled(
+def prefilled(
     stage: Stage,
     inputs: Sequence[torch.Tensor],
     *,

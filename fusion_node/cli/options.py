@@ -48,6 +48,14 @@ Home = Annotated[
 Numerics = Annotated[
     str, typer.Option(help="Numerics class: fp32, f16r32, bf16 or fp16; with +kv8 KV is kept in int8.")
 ]
+Wire = Annotated[
+    str | None,
+    typer.Option(
+        "--wire",
+        metavar="int8",
+        help="int8: a quarter to a half of the bytes between machines. Lossy: some answers differ from the exact ones.",
+    ),
+]
 PuzzleBits = Annotated[
     int | None,
     typer.Option(

@@ -24,6 +24,7 @@ from fusion_node.cli.options import (
     SwarmKeyFile,
     Threads,
     UserIdentity,
+    Wire,
     read_identity,
 )
 from p2p.addresses import check_bindable, is_loopback, parse_listen
@@ -46,6 +47,7 @@ def serve(
         typer.Option(metavar="HOST:PORT", help="Where to listen. There is no access control: keep it on this machine."),
     ] = DEFAULT_LISTEN,
     numerics: Numerics = "fp32",
+    wire: Wire = None,
     threads: Threads = None,
     puzzle_bits: PuzzleBits = None,
     mdns: Mdns = True,
@@ -71,6 +73,7 @@ def serve(
         peers=peer or (),
         home=home,
         numerics=numerics,
+        wire=wire,
         threads=threads,
         mdns=mdns,
         puzzle_bits=puzzle_bits,

@@ -172,7 +172,7 @@ class SwarmClient:
         home: folder of the store; None is the default place.
         numerics: class that nodes must serve, and that the boundary computes in.
         wire: ``int8`` sends rows between machines with eight bits per value, which loses a little of them at every hop
-            (docs/models.md says how much); None sends what the numerics class computes, to the bit.
+            (docs/numerics.md says how much); None sends what the numerics class computes, to the bit.
         device: for the boundary.
         threads: torch threads of this process; None leaves torch's choice.
         mdns: whether to look for nodes on the local network and on this machine.

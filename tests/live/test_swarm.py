@@ -17,7 +17,7 @@ import torch
 from fusion_node.client.sampling import SamplingParams
 from fusion_node.client.swarm import Generation, SwarmClient
 from fusion_node.engine.reference import ReferenceModel
-from fusion_node.errors import NoRoute, PeerError
+from fusion_node.errors import ConfigError, NoRoute, PeerError
 from fusion_node.store import StoredModel
 from tests.live.swarm_process import MODEL, Nodes
 
@@ -80,6 +80,26 @@ async def test_answer_equals_the_model_in_one_process_token_for_token(
     ]
     assert (len(ids) == 1) == (name == "one-token")
     assert (len(ids) > 1000) == (name == "thousand-tokens")
+
+
+async def test_int8_on_the_wire_answers_and_leaves_exact_answers_alone(
+    client: SwarmClient, test_home: Path, three_nodes: Nodes
+) -> None:
+    exact = await tokens_of(client.generate(PROMPTS["english"], PARAMS, raw=True))
+    async with SwarmClient(
+        MODEL, peers=three_nodes.current[0].addresses, home=test_home, mdns=False, threads=1, wire="int8"
+    ) as lossy:
+        generation = lossy.generate("What is the capital of France?", SamplingParams(max_tokens=64))
+        assert await generation.text() == "The capital of France is Paris."
+        assert len(generation.stats.stages) == 3
+        rounded = await tokens_of(lossy.generate(PROMPTS["english"], PARAMS, raw=True))
+    assert len(rounded) == 64
+    assert await tokens_of(client.generate(PROMPTS["english"], PARAMS, raw=True)) == exact
+
+
+async def test_an_unknown_encoding_for_the_wire_is_refused_at_once(test_home: Path) -> None:
+    with pytest.raises(ConfigError, match="int8"):
+        SwarmClient(MODEL, home=test_home, wire="int4")
 
 
 async def test_chat_answer_ends_where_the_model_ends_it(client: SwarmClient) -> None:
