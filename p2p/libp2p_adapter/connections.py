@@ -13,7 +13,7 @@ from libp2p.custom_types import TProtocol
 from libp2p.peer.id import ID
 from libp2p.protocol_muxer.multiselect_communicator import MultiselectCommunicator
 
-from fusion_node.errors import PeerError
+from fusion_node.errors import PeerError, PeerTimeout
 from fusion_node.types import PeerId
 from p2p.libp2p_adapter.messages import translated
 from p2p.seam import Gate, PathKind
@@ -22,6 +22,9 @@ NEGOTIATE_TIMEOUT_S = 4.0
 """Two round trips through a relay, on a busy machine. The library's own limit is 5 s."""
 
 _CIRCUIT = "/p2p-circuit"
+
+_NO_PROTOCOL = TProtocol("/fusion/alive/1")
+"""Nobody speaks it, and whoever is there says so."""
 
 
 def circuit_address(relay: ID, their_id: ID) -> multiaddr.Multiaddr:
@@ -99,3 +102,15 @@ async def close_quietly(connection: Any) -> None:
             await connection.close()
     with suppress(PeerError), translated(peer), trio.CancelScope(deadline=trio.current_time() + 1.0, shield=True):
         await connection.muxed_conn.secured_conn.close()
+
+
+async def close_if_dead(host: Any, connection: Any) -> None:
+    """Closes a connection through which nothing comes any more, so that the next link is not put on it."""
+    peer = connection.muxed_conn.peer_id.to_base58()
+    try:
+        with translated(peer):
+            await stream_on(host, connection, _NO_PROTOCOL)
+    except PeerTimeout:
+        await close_quietly(connection)
+    except PeerError:
+        return

@@ -26,7 +26,7 @@ from fusion_node.errors import PeerClosed, PeerError
 from fusion_node.types import PeerId
 from p2p.addresses import PeerAddress
 from p2p.control import IncomingStream, OpenedStream
-from p2p.libp2p_adapter.connections import close_quietly, path_of, remote_address, stream_on
+from p2p.libp2p_adapter.connections import close_if_dead, close_quietly, path_of, remote_address, stream_on
 from p2p.libp2p_adapter.dialing import Dialer
 from p2p.libp2p_adapter.messages import translated
 from p2p.stream_pipe import StreamPipe
@@ -46,7 +46,7 @@ MAX_STREAMS_PER_PEER = 4
 MAX_STREAMS = 256
 
 SILENT_S = 3.0
-"""Of a link that is cut here. The heartbeats of p2p.links ask for an answer more often than that."""
+"""Of a link that is cut here, after which the connection below is looked at."""
 
 CLOSE_TIMEOUT_S = 1.0
 
@@ -113,7 +113,7 @@ class Streams:
 
     async def _pump(self, stream: Any, pipe: StreamPipe) -> None:
         if await _Pump(stream, pipe).run():
-            self._tasks.start_soon(close_quietly, stream.swarm_conn)
+            self._tasks.start_soon(close_if_dead, self._host, stream.swarm_conn)
 
 
 class _Pump:
@@ -139,7 +139,7 @@ class _Pump:
         """Until the stream ends, or the pipe's other side ends it. Raises nothing but Cancelled.
 
         Returns:
-            Whether the connection below seems to be dead: the link was cut here after a silence.
+            Whether the connection below may be dead: the link was cut here after a silence.
         """
         pipe = self._pipe
         ended: PeerError = PeerClosed(self._peer, f"the connection with {self._peer} ended")
@@ -157,7 +157,7 @@ class _Pump:
             deadline = trio.current_time() + CLOSE_TIMEOUT_S
             with trio.CancelScope(deadline=deadline, shield=True), suppress(PeerError), translated(self._peer):
                 await (self._stream.reset() if pipe.aborting else self._stream.close())
-        return pipe.aborting and trio.current_time() - self._last_read > SILENT_S
+        return self._scope.cancelled_caught and trio.current_time() - self._last_read > SILENT_S
 
     def _wake(self) -> None:
         self._has_work.set()
