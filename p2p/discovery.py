@@ -802,6 +802,7 @@ class Discovery:
         )
         self.on_peer_met.append(reachability.peer_met)
         self.on_connection.append(lambda peer, connected: None if connected else reachability.peer_gone(peer))
+        self.on_path.append(lambda peer, path: reachability.path_found(peer))
         self.on_down.append(reachability.peers_gone)
         return reachability
 

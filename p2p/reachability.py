@@ -180,6 +180,11 @@ class Reachability:
         if self._listeners:
             self._spawn(self._take_in(peer))
 
+    def path_found(self, peer: PeerId) -> None:
+        """There is a better connection with it: one that was reached through a relay may be direct now, and see us."""
+        if peer in self._met:
+            self.peer_met(peer)
+
     def peer_gone(self, peer: PeerId) -> None:
         """It is not connected any more."""
         self._met.discard(peer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import suppress
 from typing import Any
 
 import libp2p.kad_dht.common as kad_common
@@ -20,6 +21,7 @@ from libp2p.crypto.x25519 import create_new_key_pair as create_new_x25519_key_pa
 from libp2p.custom_types import TProtocol
 from libp2p.exceptions import ParseError
 from libp2p.io.exceptions import MessageTooLarge
+from libp2p.io.trio import TrioTCPStream
 from libp2p.network.config import ConnectionConfig, RetryConfig
 from libp2p.rcmgr import ResourceManager
 from libp2p.rcmgr.manager import ResourceLimits
@@ -78,7 +80,18 @@ async def _read_delim(reader: Any) -> bytes:
     return frame[:-1]
 
 
+def _remote_address(stream: TrioTCPStream) -> tuple[str, int] | None:
+    """Trap 31: the library takes the four parts of an IPv6 address for none, and nobody is told who is there."""
+    if stream._cached_remote_address is None:
+        with suppress(AttributeError, OSError):  # it is closed
+            host, port = stream.stream.socket.getpeername()[:2]
+            stream._cached_remote_address = host.partition("%")[0], port
+    known: tuple[str, int] | None = stream._cached_remote_address
+    return known
+
+
 multiselect_communicator.read_delim = _read_delim
+TrioTCPStream.get_remote_address = _remote_address
 rebind(
     "PROTOCOL_ID", KAD_PROTOCOL, kad_common, kad_dht, kad_peer_routing, kad_provider_store, kad_value_store
 )  # trap 7: its protocol_prefix argument does nothing

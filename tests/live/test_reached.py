@@ -29,12 +29,13 @@ LIMIT_S = 20.0
 class Host:
     """One libp2p host, and what was brought to it."""
 
-    def __init__(self, *, listen: bool = True, swarm_key: SwarmKey | None = None) -> None:
+    def __init__(self, *, listen: bool = True, swarm_key: SwarmKey | None = None, host: str = "127.0.0.1") -> None:
+        self.host = host
         self.identity = Identity.generate()
         self.reached: list[tuple[bytes, str]] = []
         self.connections: list[bool] = []
         config = HostConfig(
-            self.identity.seed, (("127.0.0.1", 0),) if listen else (), serve=False, protocols={}, swarm_key=swarm_key
+            self.identity.seed, ((host, 0),) if listen else (), serve=False, protocols={}, swarm_key=swarm_key
         )
         hooks = HostHooks(
             sequence_of=lambda key, value: 0,
@@ -51,7 +52,7 @@ class Host:
         return await self.bridge.call(lambda node: node.bring_nonce("127.0.0.1", port, nonce))
 
     async def connect(self, other: Host) -> None:
-        address = PeerAddress.of("127.0.0.1", await other.port(), other.identity.peer_id)
+        address = PeerAddress.of(other.host, await other.port(), other.identity.peer_id)
         await self.bridge.call(lambda node: node.connect(other.identity.peer_id, [address]))
 
 
@@ -99,6 +100,18 @@ async def test_fresh_connection_is_made_beside_the_one_that_there_is() -> None:
         assert await user.bring(await node.port()) is Outcome.DELIVERED
         assert node.reached == [(NONCE, "127.0.0.1")]
         assert node.connections == [True]
+
+
+@pytest.mark.skipif(not socket.has_ipv6, reason="no IPv6 here")
+async def test_ipv6_is_as_good_as_ipv4() -> None:
+    async with running(Host(host="::1"), Host(listen=False)) as (node, user):
+        await user.connect(node)
+        await until(lambda: node.connections == [True])
+        (theirs,) = await node.bridge.call(lambda host: host.ends_of(user.identity.peer_id))
+        assert (theirs.local_host, theirs.remote_host) == ("::1", "::1")
+        port = await node.port()
+        assert await user.bridge.call(lambda host: host.bring_nonce("::1", port, NONCE)) is Outcome.DELIVERED
+        assert node.reached == [(NONCE, "::1")]
 
 
 async def test_hundreds_of_them_leave_room_for_connections() -> None:
