@@ -94,6 +94,12 @@ class NodeNotRunning(FusionError):
     retryable = True
 
 
+class ProblemsFound(FusionError):
+    """`fusion-node doctor` has found at least one problem. Each is listed with what to do about it."""
+
+    exit_code = 14
+
+
 class LocalProtocolError(FusionError):
     """This program broke its own rules: a bug here, never a peer's fault. Please report it."""
 

@@ -19,7 +19,7 @@ import msgspec
 
 from fusion_node.daemon.network_report import AddressReport, BandwidthView, NetworkReport
 from fusion_node.wire import printable
-from p2p.reachability_verdict import AddressState, NatClass, Plane, Source
+from p2p.reachability_verdict import AddressState, NatClass, Overall, Plane, Source
 from p2p.records import MAX_CLOCK_SKEW_S
 
 CLOCK_WARNING_S = MAX_CLOCK_SKEW_S / 3
@@ -230,6 +230,10 @@ def _address(report: NetworkReport, address: AddressReport, *, others_confirmed:
                 f"{name}: {told}{why}; it is not announced",
                 "" if is_expected else _open_ports(report),
             )
+        case AddressState.UNCONFIRMED if _is_private_address(address.address):
+            return _ok(
+                "dialability", f"{name}: not tried, because no peer is on this local network; it is not announced"
+            )
         case AddressState.CHECKING:
             return Finding("dialability", Level.UNKNOWN, f"{name}: is being tried; {told}")
         case _:
@@ -290,11 +294,12 @@ def _relay(report: NetworkReport) -> Iterator[Finding]:
         )
     elif "relays" in report.unknown:
         yield _unknown("relay", report, "relays")
-    elif _has_failed(report, Plane.CONTROL):
+    elif _has_failed(report, Plane.CONTROL) or report.overall is Overall.BEHIND_NAT:
         yield Finding(
             "relay",
             Level.PROBLEM,
-            "this node cannot be dialled and no relay takes it: nobody can use it",
+            "this node cannot be dialled and no relay takes it: nobody can use it; "
+            f"{_count(report.num_known_relays, 'node')} known to relay",
             f"{_open_ports(report)}; or let the owner of a reachable node start it with --relay",
         )
 

@@ -120,6 +120,7 @@ class NetworkReport(msgspec.Struct, frozen=True):
         num_allowed: peers on the allow-list; None when everybody who has the key may connect.
         num_other_versions: handshakes that ended because the other side speaks another version of the protocol.
         has_swarm_key: whether the swarm is private.
+        num_known_relays: nodes whose records say that they relay.
         seen_hosts: where peers see this process' connections come from.
         unknown: name of a field to why it is None or empty.
     """
@@ -145,6 +146,7 @@ class NetworkReport(msgspec.Struct, frozen=True):
     seen_hosts: tuple[str, ...] = ()
     port_mapping: PortMappingReport | None = None
     relays: tuple[RelayReport, ...] = ()
+    num_known_relays: int = 0
     hole_punches: HolePunchReport | None = None
     clock: ClockReport | None = None
     bandwidth: tuple[BandwidthView, ...] = ()

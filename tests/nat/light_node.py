@@ -30,12 +30,13 @@ from fusion_node.cli.logs import LogFormat, configure_logs
 from fusion_node.errors import FusionError
 from fusion_node.types import ModelId, PeerId, UnixS
 from p2p.addresses import parse_listen
+from p2p.bandwidth import BandwidthMeter
 from p2p.control import RelayLimits
 from p2p.discovery import Discovery, DiscoveryConfig
 from p2p.identity import Identity
 from p2p.libp2p_network import Libp2pNetwork
 from p2p.links import LinkPool
-from p2p.messages import AnyMessage, StatusReply, StatusRequest
+from p2p.messages import AnyMessage, BandwidthProbe, BandwidthReport, StatusReply, StatusRequest
 from p2p.paths import RoutedNetwork
 from p2p.reachability_verdict import Overall, Plane
 from p2p.records import PROTOCOL_VERSION, NodeRecord, ShardRecord, sign_record
@@ -89,6 +90,7 @@ class Node:
         self._websocket = WebSocketNetwork(self.identity)
         network = RoutedNetwork(self._websocket, Libp2pNetwork(self.identity, self.discovery))
         self.pool = LinkPool(network, self.identity.peer_id, on_frame=self._on_frame, on_closed=self._on_closed)
+        self.bandwidth = BandwidthMeter(self.pool, is_busy=lambda: False)
         self.relays = Relays(self.identity.peer_id, self.discovery, records=self._live, on_change=self._announce_soon)
         self.discovery.extra_addresses.append(self.relays.circuit_addresses)
         self.discovery.reachability.on_change.append(self._reachability_changed)
@@ -156,6 +158,8 @@ class Node:
         match message:
             case StatusRequest():
                 self.pool.send(peer, StatusReply(message.request, b"", {}))
+            case BandwidthProbe() | BandwidthReport():
+                self.bandwidth.receive(peer, message, len(payload))
             case StatusReply():
                 self._answered[message.request] = time.monotonic()
                 self._new_answer.set()
