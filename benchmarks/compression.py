@@ -11,10 +11,11 @@ What int8 costs is measured in the logits of every position of the texts, with r
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
@@ -31,7 +32,8 @@ from fusion_node.engine.numerics import numerics_class
 from fusion_node.engine.stage import Stage
 from fusion_node.engine.tensor_codec import decode_rows, encode_rows
 from fusion_node.store import ModelStore
-from fusion_node.types import LayerRange
+from fusion_node.types import LayerRange, PeerId
+from p2p.compression import FEATURE, Compressor
 from p2p.messages import DTYPE_BYTES, INT8, ZSTD, TensorMeta
 from p2p.tensor_wire import compress, decompress
 
@@ -130,6 +132,32 @@ _FORMS: dict[str, tuple[Callable[[memoryview, str], bytes], Callable[[bytes, Ten
     "planes": (_in_one_stream, _unpack_zs1),
     "zs1": (lambda payload, dtype: compress(payload, dtype, level=LEVEL), _unpack_zs1),
 }
+
+
+RATES_MBIT = (1, 10, 25, 50, 100, 1000, 10_000)
+"""From a thin uplink to a network card on its own bus: loopback is faster than the last."""
+
+NUM_CHOICES = 8
+"""Tensors of a kind that are offered before the choice is looked at."""
+
+
+def choices(activations: Sequence[torch.Tensor]) -> dict[str, dict[str, list[int]]]:
+    """At which rates (Mbit/s) a node would compress what it passes on, by kind and encoding."""
+    chosen: dict[str, dict[str, list[int]]] = {"prefill": {}, "decode": {}}
+    for kind, num_rows in (("prefill", PREFILL_ROWS), ("decode", 1)):
+        for dtype in DTYPES:
+            samples = _samples(activations[1], dtype, num_rows, NUM_CHOICES)
+            chosen[kind][dtype] = [rate for rate in RATES_MBIT if _would_compress(samples, rate * 125_000.0)]
+    return chosen
+
+
+def _would_compress(samples: Sequence[tuple[TensorMeta, memoryview]], rate_Bps: float) -> bool:
+    clock = itertools.count(0.0, 60.0)  # long enough apart for a trial each time
+    compressor = Compressor(rate_Bps=lambda peer: rate_Bps, features=lambda peer: {FEATURE}, clock=clock.__next__)
+    peer, packing = PeerId("peer"), None
+    for meta, payload in samples:
+        packing = compressor.choose(peer, meta, payload)
+    return packing is not None
 
 
 Logits: TypeAlias = npt.NDArray[np.float32]
@@ -239,9 +267,10 @@ def run(quick: bool) -> tuple[list[Check], dict[str, Any]]:
     pipeline = Pipeline(TEXTS)
     activations = [torch.cat(rows) for rows in pipeline.travelling_rows(_through(EXACT))]
     rows = compression_rows(activations, quick=quick)
+    chosen = choices(activations)
     pipeline.ids = pipeline.ids[:2] if quick else pipeline.ids
     losses = accuracy(pipeline, (INT8,) if quick else tuple(ROUNDINGS))
-    _print(rows, losses)
+    _print(rows, chosen, losses)
     between = {(row.dtype, row.kind): row for row in rows if row.hop == HOPS[1] and row.form == "zs1"}
     checks = [
         Check(f"ratio-{dtype}", f"{dtype}: ratio of a prefill chunk between stages",
@@ -252,13 +281,21 @@ def run(quick: bool) -> tuple[list[Check], dict[str, Any]]:
               between[dtype, "prefill"].break_even_Mbit, "Mbit/s", MIN_BREAK_EVEN_MBIT, ">=")
         for dtype in DTYPES
     ] + [
+        Check("off-on-fast-links", "encodings and kinds that are compressed at 10 Gbit/s",
+              sum(RATES_MBIT[-1] in rates for kinds in chosen.values() for rates in kinds.values()), "", 0, "=="),
+        Check("on-on-slow-links", "encodings of which prefill chunks are compressed at 10 Mbit/s, of 4",
+              sum(10 in rates for rates in chosen["prefill"].values()), "", 4, "=="),
         Check("int8-agreement", "int8 at four hops: positions whose best token is that of float32",
               next(loss.agreement for loss in losses if loss.rounding == INT8), "", MIN_INT8_AGREEMENT, ">="),
     ]  # fmt: skip
-    return checks, {"rows": [asdict(row) for row in rows], "accuracy": [asdict(loss) for loss in losses]}
+    return checks, {
+        "rows": [asdict(row) for row in rows],
+        "compressed_at_Mbit": chosen,
+        "accuracy": [asdict(loss) for loss in losses],
+    }
 
 
-def _print(rows: Sequence[Row], losses: Sequence[Accuracy]) -> None:
+def _print(rows: Sequence[Row], chosen: Mapping[str, Mapping[str, Sequence[int]]], losses: Sequence[Accuracy]) -> None:
     print(
         f"{'hop':15}{'encoding':10}{'kind':9}{'form':8}{'bytes':>7}{'ratio':>8}{'MB/s':>7}{'back':>7}{'pays below':>12}"
     )
@@ -267,6 +304,9 @@ def _print(rows: Sequence[Row], losses: Sequence[Accuracy]) -> None:
             f"{row.hop:15}{row.dtype:10}{row.kind:9}{row.form:8}{row.num_bytes:7}{row.ratio:8.3f}{row.compress_MBps:7.0f}"
             f"{row.decompress_MBps:7.0f}{row.break_even_Mbit:7.0f} Mb/s"
         )
+    for kind, encodings in chosen.items():
+        for dtype, rates in encodings.items():
+            print(f"{kind} in {dtype}: compressed at {', '.join(map(str, rates)) or 'none'} of {RATES_MBIT} Mbit/s")
     for loss in losses:
         print(
             f"{loss.rounding} at four hops, {loss.num_positions} positions: best token agrees in {loss.agreement:.1%}, "

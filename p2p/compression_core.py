@@ -95,20 +95,20 @@ class _Cost:
     stored_share: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     compress_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
     decompress_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    # Medians of these. They are looked at for every tensor, and change with every measurement.
+    saved_share: float = 0.0
+    spent_s: float = 0.0
 
     def add(self, measured: Measured) -> None:
         self.stored_share.append(measured.stored_bytes / measured.raw_bytes)
         self.compress_s.append(measured.compress_s / measured.raw_bytes)
         if measured.decompress_s is not None:
             self.decompress_s.append(measured.decompress_s / measured.raw_bytes)
+        self.saved_share = 1.0 - statistics.median(self.stored_share)
+        self.spent_s = statistics.median(self.compress_s) + statistics.median(self.decompress_s)
 
-    @property
-    def saved_share(self) -> float:
-        return 1.0 - statistics.median(self.stored_share)
 
-    @property
-    def spent_s(self) -> float:
-        return statistics.median(self.compress_s) + statistics.median(self.decompress_s)
+_NOTHING: frozenset[Kind] = frozenset()
 
 
 @dataclass(slots=True)
@@ -172,7 +172,7 @@ class CompressionCore:
         self._on.pop(peer, None)
 
     def _level(self, peer: PeerId, kind: Kind, state: _KindState, rate_Bps: float) -> int | None:
-        on = self._on.get(peer, set())
+        on = self._on.get(peer, _NOTHING)
         threshold = 1.0 if kind in on else SWITCH_ON_GAIN
         best: tuple[float, int] | None = None
         for level, cost in state.costs.items():
@@ -181,9 +181,8 @@ class CompressionCore:
             if cost.saved_share >= MIN_SAVED_SHARE and wire_s > threshold * cost.spent_s:
                 best = max(best or (net_s, level), (net_s, level))
         if best is None:
-            on.discard(kind)
-            if not on:
-                self._on.pop(peer, None)
+            if kind in on:
+                self._on[peer].discard(kind)
             return None
         self._on.setdefault(peer, set()).add(kind)
         return best[1]
