@@ -16,6 +16,7 @@ from p2p.libp2p_adapter import Libp2pRunner
 from p2p.libp2p_network import Libp2pNetwork
 from p2p.records import PROTOCOL_VERSION
 from p2p.seam import Gate, OpenGate, PathKind
+from p2p.swarm_key import SwarmKey
 
 T = TypeVar("T")
 
@@ -33,6 +34,7 @@ class LoopbackHost:
     relay: RelayLimits | None = None
     version: int = PROTOCOL_VERSION
     gate: Gate = field(default_factory=OpenGate)
+    swarm_key: SwarmKey | None = None
 
     def __post_init__(self) -> None:
         self.on_stream: Callable[[IncomingStream], None] | None = None
@@ -42,7 +44,8 @@ class LoopbackHost:
         self.addresses: list[str] = []
         self.num_downs = 0
         self.bridge: Bridge[ControlNode] = Bridge(self._make_runner, on_down=self._went_down)
-        self.network = Libp2pNetwork(self.identity, self, version=self.version)
+        psk = None if self.swarm_key is None else self.swarm_key.noise_psk
+        self.network = Libp2pNetwork(self.identity, self, psk=psk, version=self.version)
 
     @property
     def peer(self) -> PeerId:
@@ -77,6 +80,7 @@ class LoopbackHost:
             protocols={},
             relay=self.relay,
             accepts_streams=self.on_stream is not None,
+            swarm_key=self.swarm_key,
         )
         hooks = HostHooks(
             sequence_of=_no_sequence,

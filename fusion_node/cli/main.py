@@ -13,6 +13,7 @@ from fusion_node.cli.ban import ban, bans, unban
 from fusion_node.cli.control import pause, resume
 from fusion_node.cli.demo import demo
 from fusion_node.cli.doctor import doctor
+from fusion_node.cli.identity import show_id
 from fusion_node.cli.invite import invite
 from fusion_node.cli.join import join
 from fusion_node.cli.models import models_app
@@ -39,6 +40,7 @@ app.command()(chat)
 app.command()(status)
 app.command()(invite)
 app.command()(peers)
+app.command(name="id")(show_id)
 app.command()(doctor)
 app.command()(ban)
 app.command()(unban)

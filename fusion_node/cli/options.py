@@ -15,7 +15,13 @@ from p2p.swarm_key import SwarmKey
 
 Peers = Annotated[
     list[str] | None,
-    typer.Option("--peer", metavar="ADDR|INVITE", help="A node of the swarm to enter by. May be repeated."),
+    typer.Option(
+        "--peer",
+        metavar="ADDR|INVITE",
+        # Other users of a machine can read command lines, and an invite may be a secret.
+        envvar="FUSION_PEERS",
+        help="A node of the swarm to enter by. May be repeated; in the variable, with spaces between.",
+    ),
 ]
 SwarmKeyFile = Annotated[
     Path | None,

@@ -16,12 +16,14 @@ from fusion_node.errors import PeerUnreachable
 from fusion_node.types import PeerId
 from p2p.addresses import PeerAddress
 from p2p.bridge import Bridge
-from p2p.control import Answer, ControlNode, HostConfig, HostHooks
+from p2p.control import Answer, ControlNode, HostConfig, HostHooks, RelayLimits
 from p2p.identity import Identity
 from p2p.libp2p_adapter import Libp2pRunner
 from p2p.libp2p_adapter.dialing import DIAL_TIMEOUT_S
 from p2p.libp2p_adapter.private_network import HELLO_BYTES
+from p2p.seam import Link, PathKind
 from p2p.swarm_key import SwarmKey
+from tests.libp2p_hosts import LoopbackHost
 
 pytestmark = pytest.mark.live
 
@@ -245,3 +247,30 @@ def test_a_libp2p_host_of_somebody_elses_making_does_not_get_in(psk: str | None)
 
     asyncio.run(run())
     gc.collect()
+
+
+async def test_members_reach_one_another_through_a_member_that_relays() -> None:
+    """Both halves of a circuit run over private connections; the library alone would wrap one of its ends once more."""
+    async with AsyncExitStack() as stack:
+
+        async def start_member(*, listens: bool = False, relay: RelayLimits | None = None) -> LoopbackHost:
+            host = LoopbackHost(listens=listens, relay=relay, swarm_key=KEY)
+            stack.push_async_callback(host.aclose)
+            return await host.start()
+
+        met = asyncio.Event()
+
+        async def on_link(link: Link) -> None:
+            met.set()
+
+        relay = await start_member(listens=True, relay=RelayLimits())
+        hidden, user = await start_member(), await start_member()
+        listener = await hidden.network.listen(f"/p2p/{hidden.peer}", on_link)
+        stack.push_async_callback(listener.aclose)
+        await hidden.call(lambda node: node.reserve(relay.address))
+        address = PeerAddress.of(relay.address.host, relay.address.port, hidden.peer, via=relay.peer)
+        link = await user.network.dial(str(address), expect=hidden.peer, timeout_s=LIMIT_S)
+        assert (link.peer, link.path) == (hidden.peer, PathKind.RELAYED)
+        async with asyncio.timeout(LIMIT_S):
+            await met.wait()
+        await link.aclose()
