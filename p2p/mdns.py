@@ -74,13 +74,15 @@ class PrivateWords:
         self._aead = ChaCha20Poly1305(key.lan_key)
 
     def write(self, addresses: Sequence[PeerAddress]) -> dict[str, str | bytes]:
-        return {f"a{number}": self._seal(str(address).encode()) for number, address in enumerate(addresses)}
+        return {
+            f"a{number}": self.seal(str(address).encode(), secrets.token_bytes(12))
+            for number, address in enumerate(addresses)
+        }
 
     def read(self, properties: Mapping[bytes, bytes | None]) -> list[PeerAddress]:
         return _parsed(properties, b"a", lambda value: self._aead.decrypt(value[:12], value[12:], None))
 
-    def _seal(self, text: bytes) -> bytes:
-        nonce = secrets.token_bytes(12)
+    def seal(self, text: bytes, nonce: bytes) -> bytes:
         return nonce + self._aead.encrypt(nonce, text, None)
 
 

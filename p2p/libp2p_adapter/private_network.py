@@ -65,9 +65,7 @@ class PrivateConnection(RawConnection):  # type: ignore[misc]
         # From here to the socket's own queue nothing waits: what is enciphered first is written first.
         hello = b""
         if self._write_cipher is None:
-            nonce = os.urandom(NONCE_BYTES)
-            hello = nonce + _keyed(self._psk, nonce, _PERSON_PROOF, PROOF_BYTES)
-            self._write_cipher = _cipher(self._psk, nonce)
+            hello, self._write_cipher = hello_and_cipher(self._psk, os.urandom(NONCE_BYTES))
         await super().write(hello + self._write_cipher.update(data))
 
     async def read(self, n: int | None = None) -> bytes:
@@ -84,10 +82,10 @@ class PrivateConnection(RawConnection):  # type: ignore[misc]
                     hello += part
                     if not part or hello.startswith(_PUBLIC_HELLO):
                         await self._hang_up()
-                nonce, proof = bytes(hello[:NONCE_BYTES]), bytes(hello[NONCE_BYTES:])
-                if not hmac.compare_digest(proof, _keyed(self._psk, nonce, _PERSON_PROOF, PROOF_BYTES)):
+                expected, cipher = hello_and_cipher(self._psk, bytes(hello[:NONCE_BYTES]))
+                if not hmac.compare_digest(hello, expected):
                     await self._hang_up()
-                self._read_cipher = _cipher(self._psk, nonce)
+                self._read_cipher = cipher
             return self._read_cipher
 
     async def _hang_up(self) -> None:
@@ -96,12 +94,12 @@ class PrivateConnection(RawConnection):  # type: ignore[misc]
         raise ConnectionClosedError("the other end does not have the key of this private swarm")
 
 
-def _cipher(psk: bytes, nonce: bytes) -> CipherContext:
+def hello_and_cipher(psk: bytes, nonce: bytes) -> tuple[bytes, CipherContext]:
+    """What a side sends first when it has drawn this nonce, and the cipher of all that it sends after it."""
+    proof, key = (
+        hashlib.blake2b(nonce, key=psk, person=person, digest_size=num_bytes).digest()
+        for person, num_bytes in ((_PERSON_PROOF, PROOF_BYTES), (_PERSON_CIPHER, 32))
+    )
     # A key of its own for each direction of each connection, so the counter begins at zero. Not ChaCha20: its counter
     # of 32 bits ends after 256 GiB, which a hole-punched path may carry.
-    key = _keyed(psk, nonce, _PERSON_CIPHER, 32)
-    return Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
-
-
-def _keyed(psk: bytes, nonce: bytes, person: bytes, num_bytes: int) -> bytes:
-    return hashlib.blake2b(nonce, key=psk, person=person, digest_size=num_bytes).digest()
+    return nonce + proof, Cipher(algorithms.AES(key), modes.CTR(bytes(16))).encryptor()
