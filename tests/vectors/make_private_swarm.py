@@ -20,6 +20,7 @@ from p2p.invite import Invite
 from p2p.libp2p_adapter.private_network import hello_and_cipher
 from p2p.mdns import PrivateWords
 from p2p.noise_core import Handshake
+from p2p.records import PROTOCOL_VERSION
 from p2p.swarm_key import SwarmKey
 from p2p.websocket import path_for
 
@@ -30,7 +31,7 @@ INITIATOR, RESPONDER, RELAY = (Identity.from_seed(bytes([number]) * 32) for numb
 EXPIRES_AT = UnixS(1_800_000_000.0)
 
 
-def handshake(version: int = 2) -> tuple[Handshake, Handshake, list[bytes]]:
+def handshake() -> tuple[Handshake, Handshake, list[bytes]]:
     """Both sides after a handshake with fixed keys, and its three messages."""
 
     def side(identity: Identity, number: int, *, initiator: bool) -> Handshake:
@@ -42,7 +43,6 @@ def handshake(version: int = 2) -> tuple[Handshake, Handshake, list[bytes]]:
                 static_private=bytes([number]) * 32,
                 ephemeral_private=bytes([number + 1]) * 32,
                 psk=KEY.noise_psk,
-                version=version,
             )
 
     ours, theirs = side(INITIATOR, 10, initiator=True), side(RESPONDER, 20, initiator=False)
@@ -78,7 +78,7 @@ def invites() -> list[dict[str, Any]]:
 
 def vectors() -> dict[str, Any]:
     ours, _, messages = handshake()
-    assert ours.keys is not None  # noqa: S101  # the handshake is over
+    assert ours.keys is not None  # the handshake is over
     hello, cipher = hello_and_cipher(KEY.pnet_psk, bytes(range(32)))
     words = PrivateWords(KEY)
     return {
@@ -93,7 +93,7 @@ def vectors() -> dict[str, Any]:
         },
         "websocket_path": path_for(KEY.noise_psk),
         "handshake": {
-            "version": 2,
+            "version": PROTOCOL_VERSION,
             "messages": [message.hex() for message in messages],
             "initiator_sending_key": ours.keys.sending_key.hex(),
             "initiator_receiving_key": ours.keys.receiving_key.hex(),
