@@ -20,7 +20,6 @@ from p2p.invite import Invite
 from p2p.libp2p_adapter.private_network import hello_and_cipher
 from p2p.mdns import PrivateWords
 from p2p.noise_core import Handshake
-from p2p.records import PROTOCOL_VERSION
 from p2p.swarm_key import SwarmKey
 from p2p.websocket import path_for
 
@@ -28,6 +27,9 @@ PATH = Path(__file__).with_name("private_swarm.json")
 
 KEY = SwarmKey(bytes(range(32)))
 INITIATOR, RESPONDER, RELAY = (Identity.from_seed(bytes([number]) * 32) for number in (1, 2, 3))
+VERSION = 2
+"""Of the handshake; all versions of the protocol have the same one."""
+
 EXPIRES_AT = UnixS(1_800_000_000.0)
 
 
@@ -43,6 +45,7 @@ def handshake() -> tuple[Handshake, Handshake, list[bytes]]:
                 static_private=bytes([number]) * 32,
                 ephemeral_private=bytes([number + 1]) * 32,
                 psk=KEY.noise_psk,
+                version=VERSION,
             )
 
     ours, theirs = side(INITIATOR, 10, initiator=True), side(RESPONDER, 20, initiator=False)
@@ -93,7 +96,7 @@ def vectors() -> dict[str, Any]:
         },
         "websocket_path": path_for(KEY.noise_psk),
         "handshake": {
-            "version": PROTOCOL_VERSION,
+            "version": VERSION,
             "messages": [message.hex() for message in messages],
             "initiator_sending_key": ours.keys.sending_key.hex(),
             "initiator_receiving_key": ours.keys.receiving_key.hex(),
