@@ -72,12 +72,20 @@ class NodeProcess:
 
     @classmethod
     def start(
-        cls, layers: str, *, folder: Path, home: Path, peers: Sequence[str] = (), options: Sequence[str] = ()
+        cls,
+        layers: str,
+        *,
+        folder: Path,
+        home: Path,
+        peers: Sequence[str] = (),
+        options: Sequence[str] = (),
+        prefix: Sequence[str] = (),
     ) -> NodeProcess:
+        """``prefix`` is the beginning of the command line, as of a program that runs others."""
         folder.mkdir(parents=True, exist_ok=True)
         command = [
-            *CLI, "join", MODEL, "--layers", layers, "--log-format", "json", "--verbose", "--no-mdns", "--threads", "1",
-            "--identity", str(folder / "identity.key"), *options,
+            *prefix, *CLI, "join", MODEL, "--layers", layers, "--log-format", "json", "--verbose", "--no-mdns",
+            "--threads", "1", "--identity", str(folder / "identity.key"), *options,
         ]  # fmt: skip
         for peer in peers:
             command += ["--peer", peer]

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.nat.internet import Internet, why_not
-from tests.nat.light_nodes import Nursery
+from tests.nat.light_nodes import LightNode, Nursery
 
 
 @pytest.fixture(scope="session")
@@ -38,3 +38,9 @@ def nodes(_nursery: Nursery) -> Iterator[Nursery]:
     """Starts light nodes; they are gone when the test ends."""
     yield _nursery
     _nursery.end_nodes()
+
+
+@pytest.fixture
+def relay(internet: Internet, nodes: Nursery) -> LightNode:
+    """A public node whose owner lets it relay."""
+    return nodes.start("relay", host=internet.host("relay"), relay=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -24,13 +23,14 @@ from typing import Any, Self
 import psutil
 
 from tests.live.swarm_process import wait_until
-from tests.nat.internet import REPOSITORY, Host
+from tests.nat.internet import REPOSITORY, Host, Router
 
 IMPORT_S = 60.0
 START_S = 30.0
 KNOWN_S = 30.0
 """Until a node's record with an address that can be dialled is at another one."""
 
+DIRECT_S = 30.0
 ANSWER_S = 40.0
 """Longer than anything a node does when it is asked: it says itself when it gives up."""
 
@@ -40,7 +40,7 @@ class LightNode:
     """One process. What it can be asked is in tests/nat/light_node.py."""
 
     name: str
-    pid: int
+    process: psutil.Process
     talk: socket.socket
     log_path: Path
     host: Host | None = None
@@ -104,21 +104,17 @@ class LightNode:
 
     @property
     def cpu_s(self) -> float:
-        times = psutil.Process(self.pid).cpu_times()
+        times = self.process.cpu_times()
         return float(times.user + times.system)
 
-    @property
-    def is_running(self) -> bool:
-        return psutil.pid_exists(self.pid)
-
     def signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
+        self.process.send_signal(number)  # psutil sees to it that no other process with this id gets it
 
     def kill(self) -> None:
         """As kill -9; returns when it is gone."""
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(psutil.NoSuchProcess):
             self.signal(signal.SIGKILL)
-        wait_until(lambda: not self.is_running, within_s=10.0, what=f"{self.name} is gone")
+        wait_until(lambda: not self.process.is_running(), within_s=10.0, what=f"{self.name} is gone")
         self.talk.close()
 
 
@@ -172,8 +168,8 @@ class Nursery:
         request = {"namespace": host.namespace if host else None, "options": {"bootstrap": bootstrap, **options}}
         with theirs, log_path.open("wb") as log:
             socket.send_fds(self._socket, [json.dumps(request).encode()], [theirs.fileno(), log.fileno()])
-        pid = int(self._socket.recv(64))
-        node = LightNode(name, pid, ours, log_path, host)
+        process = psutil.Process(int(self._socket.recv(64)))
+        node = LightNode(name, process, ours, log_path, host)
         self.nodes.append(node)
         return node
 
@@ -212,3 +208,23 @@ def connect(user: LightNode, node: LightNode) -> None:
     said = user.ask("converse", peer=node.peer, seconds=0.2)
     assert said["in_order"]
     print(f"link and first answers after {time.monotonic() - began:.2f} s, path {user.path_to(node)}")
+
+
+def start_pair(
+    nodes: Nursery, theirs: Router, ours: Router, entrances: list[LightNode], *, user_serves: bool = False
+) -> tuple[LightNode, LightNode]:
+    """A node behind one router, and a user behind another one, who has its record and has said something to it."""
+    node = nodes.start("node", host=theirs.host("node"), peers=entrances)
+    user = nodes.start("user", host=ours.host("user"), peers=entrances, serve=user_serves)
+    connect(user, node)
+    return node, user
+
+
+def wait_for_path(user: LightNode, node: LightNode, path: str, within_s: float = DIRECT_S) -> float:
+    began = time.monotonic()
+    wait_until(lambda: user.path_to(node) == path, within_s=within_s, what=f"the path is {path}")
+    return time.monotonic() - began
+
+
+def round_trip_ms(user: LightNode, node: LightNode) -> float:
+    return 1000 * float(user.ask("round_trip", peer=node.peer, count=9))

@@ -5,47 +5,16 @@ What is measured is printed; run with ``-s`` to see it.
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from tests.live.swarm_process import wait_until
-from tests.nat.internet import Internet, OnUnsolicited, Ports, Router
-from tests.nat.light_nodes import KNOWN_S, LightNode, Nursery, connect
+from tests.nat.internet import Internet, OnUnsolicited, Ports
+from tests.nat.light_nodes import KNOWN_S, LightNode, Nursery, connect, round_trip_ms, start_pair, wait_for_path
 
 pytestmark = pytest.mark.live
 
-DIRECT_S = 30.0
 STAYS_S = 12.0
 """Longer than all attempts to punch a hole take."""
-
-RESUMED_S = 30.0
-
-
-def start_pair(
-    nodes: Nursery, theirs: Router, ours: Router, entrances: list[LightNode], *, user_serves: bool = False
-) -> tuple[LightNode, LightNode]:
-    """A node behind one router, and a user behind another one, who has its record and has said something to it."""
-    node = nodes.start("node", host=theirs.host("node"), peers=entrances)
-    user = nodes.start("user", host=ours.host("user"), peers=entrances, serve=user_serves)
-    connect(user, node)
-    return node, user
-
-
-def wait_for_path(user: LightNode, node: LightNode, path: str, within_s: float = DIRECT_S) -> float:
-    began = time.monotonic()
-    wait_until(lambda: user.path_to(node) == path, within_s=within_s, what=f"the path is {path}")
-    return time.monotonic() - began
-
-
-def round_trip_ms(user: LightNode, node: LightNode) -> float:
-    return 1000 * float(user.ask("round_trip", peer=node.peer, count=9))
-
-
-@pytest.fixture
-def relay(internet: Internet, nodes: Nursery) -> LightNode:
-    """A public node whose owner lets it relay."""
-    return nodes.start("relay", host=internet.host("relay"), relay=True)
 
 
 def test_two_homes_with_random_ports_stay_on_the_relay_and_are_served(

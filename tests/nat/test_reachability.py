@@ -54,7 +54,7 @@ def test_port_that_is_forwarded_by_hand_makes_a_node_public(internet: Internet, 
     router.forward(4701, home)
     node = nodes.start("home", host=home, peers=public, upnp=False)
     wait_until(lambda: hosts(node) == {router.address}, within_s=PATIENCE_S, what="it announces its router's address")
-    assert node.status["overall"] == "public"
+    wait_until(lambda: node.status["overall"] == "public", within_s=PATIENCE_S, what="the control plane is, too")
 
 
 def test_neighbours_announce_the_address_that_only_they_can_dial(internet: Internet, nodes: Nursery) -> None:
