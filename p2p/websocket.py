@@ -27,6 +27,7 @@ import secrets
 import socket
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import cast
 
 import aiohttp
@@ -49,6 +50,7 @@ from fusion_node.types import PeerId
 from fusion_node.wire import WireError
 from p2p.identity import Identity
 from p2p.noise_core import MAX_SEGMENT_BYTES, LinkRefusal
+from p2p.prefixes import host_key
 from p2p.records import PROTOCOL_VERSION
 from p2p.sealed import Credentials, SealedLink, initiate, respond
 from p2p.seam import ChannelReceiver, Gate, Link, Listener, OnLink, OpenGate, PathKind
@@ -60,7 +62,15 @@ HANDSHAKE_TIMEOUT_S = 10.0
 """From the TCP accept to a proven identity. Two round trips and 5 ms of CPU; 10 s is a very bad satellite link."""
 
 MAX_UNAUTHENTICATED = 64
-"""Connections per listener without a proven identity. 64 of them can hold 64 x 128 KiB of buffers."""
+"""Connections per listener without a proven identity. 64 of them can hold 64 x 128 KiB of buffers. When there are so
+many, the oldest of the host that has most makes way for a newcomer, or else one that has taken PATIENCE_S already."""
+
+PATIENCE_S = 2.0
+"""Enough for two round trips of 300 ms with a slow machine at the end, when others are waiting."""
+
+BACKLOG = 256
+"""Connections that the kernel completes before they are accepted; in a full queue an honest newcomer waits a second.
+As many are accepted in one turn of the event loop: 50 ms, when all of them are refused."""
 
 NONCE_HEADER = "Fusion-Nonce"
 """Of a request that is no opening handshake: 32 hexadecimal digits, which a peer leaves here to show that this port can
@@ -170,6 +180,16 @@ class _Server(web.Server):
         self.listener.connection_lost(handler)
 
 
+@dataclass(frozen=True, slots=True)
+class _Stranger:
+    """A connection without a proven identity; ``since`` is time of the event loop."""
+
+    host: str
+    since: float
+    timer: asyncio.TimerHandle
+    transport: asyncio.Transport
+
+
 class _WebSocketListener:
     def __init__(
         self,
@@ -187,7 +207,8 @@ class _WebSocketListener:
         self._on_nonce = on_nonce
         self._handshake_timeout_s = handshake_timeout_s
         self._max_unauthenticated = max_unauthenticated
-        self._unauthenticated: dict[RequestHandler, asyncio.TimerHandle] = {}
+        self._unauthenticated: dict[RequestHandler, _Stranger] = {}
+        """The one that came first is first."""
         self._hosts: dict[RequestHandler, str] = {}
         self._links: set[SealedLink] = set()
         self._server = _Server(self._handle, access_log=None, lingering_time=0)
@@ -202,7 +223,7 @@ class _WebSocketListener:
     async def bind(self, host: str, port: int) -> None:
         loop = asyncio.get_running_loop()
         try:
-            self._socket_server = await loop.create_server(self._make_protocol, host, port)
+            self._socket_server = await loop.create_server(lambda: _Entrance(self), host, port, backlog=BACKLOG)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise AddressInUse(
@@ -212,7 +233,19 @@ class _WebSocketListener:
         bound = self._socket_server.sockets[0].getsockname()
         self._address = join_address(bound[0], bound[1])
 
-    def _make_protocol(self) -> asyncio.Protocol:
+    def refuses(self, transport: asyncio.Transport) -> bool:
+        """Whether to hang up on a connection that has just been made; asked once."""
+        host = _host_of(transport)
+        refusal = self._gate.refuse_host(host)
+        if refusal is None and len(self._unauthenticated) >= self._max_unauthenticated and not self._make_room(host):
+            refusal = "too-many-handshakes"
+        if refusal is None:
+            return False
+        self._refused[refusal] += 1
+        return True
+
+    def make_protocol(self) -> asyncio.Protocol:
+        """What serves a connection that is not refused."""
         handler = self._server()
         if self._credentials.psk is None:
             return handler
@@ -220,18 +253,11 @@ class _WebSocketListener:
 
     def connection_made(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
         host = _host_of(transport)
-        refusal = self._gate.refuse_host(host)
-        if refusal is None and len(self._unauthenticated) >= self._max_unauthenticated:
-            refusal = "too-many-handshakes"
-        if refusal is not None:
-            self._refused[refusal] += 1
-            transport.abort()
-            return
         self._gate.connected(host)
         self._hosts[handler] = host
-        self._unauthenticated[handler] = asyncio.get_running_loop().call_later(
-            self._handshake_timeout_s, self._handshake_timed_out, handler, transport
-        )
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(self._handshake_timeout_s, self._handshake_timed_out, handler, transport)
+        self._unauthenticated[handler] = _Stranger(host_key(host), loop.time(), timer, transport)
 
     def connection_lost(self, handler: RequestHandler) -> None:
         self.authenticated(handler)
@@ -241,9 +267,9 @@ class _WebSocketListener:
 
     def authenticated(self, handler: RequestHandler) -> None:
         """The connection has a proven identity, or is gone: it no longer counts as a stranger."""
-        timer = self._unauthenticated.pop(handler, None)
-        if timer is not None:
-            timer.cancel()
+        stranger = self._unauthenticated.pop(handler, None)
+        if stranger is not None:
+            stranger.timer.cancel()
             self._gate.proven(self._hosts[handler])
 
     async def aclose(self) -> None:
@@ -251,10 +277,24 @@ class _WebSocketListener:
             return
         self._socket_server.close()
         self._socket_server = None
-        for timer in self._unauthenticated.values():
-            timer.cancel()
+        for stranger in self._unauthenticated.values():
+            stranger.timer.cancel()
         await asyncio.gather(*(link.aclose() for link in list(self._links)))
         await self._server.shutdown(CLOSE_TIMEOUT_S)
+
+    def _make_room(self, host: str) -> bool:
+        """Hangs up on one stranger for the sake of another, unless nobody has more of them or takes longer."""
+        num_of = Counter(stranger.host for stranger in self._unauthenticated.values())
+        largest, num_most = num_of.most_common(1)[0]
+        is_greedy = num_most > num_of[host_key(host)] + 1
+        late = asyncio.get_running_loop().time() - PATIENCE_S
+        for handler, stranger in self._unauthenticated.items():
+            if stranger.host == largest if is_greedy else stranger.since < late:
+                self._refused["displaced-handshake"] += 1
+                self.authenticated(handler)
+                stranger.transport.abort()
+                return True
+        return False
 
     def _handshake_timed_out(self, handler: RequestHandler, transport: asyncio.Transport) -> None:
         self._refused[str(LinkRefusal.HANDSHAKE_TIMEOUT)] += 1
@@ -302,6 +342,22 @@ class _WebSocketListener:
             self._links.discard(link)
             await link.aclose()
         return ws
+
+
+class _Entrance(asyncio.Protocol):
+    """Hangs up on who is refused before the HTTP server hears of it, which would start a task and log its failure."""
+
+    def __init__(self, listener: _WebSocketListener) -> None:
+        self._listener = listener
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        tcp = cast(asyncio.Transport, transport)  # of a TCP server
+        if self._listener.refuses(tcp):
+            tcp.abort()
+            return
+        protocol = self._listener.make_protocol()
+        tcp.set_protocol(protocol)
+        protocol.connection_made(tcp)
 
 
 class _Doorkeeper(asyncio.Protocol):
