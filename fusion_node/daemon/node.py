@@ -23,6 +23,7 @@ import structlog
 from fusion_node.daemon.config import NodeConfig
 from fusion_node.daemon.control import control_socket
 from fusion_node.daemon.life import NodeLife
+from fusion_node.daemon.network_examiner import NetworkExaminer
 from fusion_node.daemon.swarm_view import SwarmView, control_connections
 from fusion_node.errors import ConfigError
 from fusion_node.store import ModelStore
@@ -30,13 +31,18 @@ from fusion_node.types import PeerId, UnixS
 from p2p.addresses import check_bindable, parse_announce, parse_listen
 from p2p.allow_list import AllowList
 from p2p.bans import FILE_NAME as BAN_FILE_NAME
+from p2p.control import RelayLimits
 from p2p.discovery import Discovery, DiscoveryConfig
 from p2p.gate import PeerGate
 from p2p.identity import Identity
 from p2p.invite import swarm_key_of
+from p2p.libp2p_network import Libp2pNetwork
 from p2p.local_nodes import registered, running
+from p2p.paths import RoutedNetwork
+from p2p.peer_book import path_of
 from p2p.puzzle import PuzzleChecker, check_bits, default_bits, solution_for
-from p2p.reachability_verdict import Plane
+from p2p.reachability_verdict import Overall, Plane
+from p2p.relays import Relays
 from p2p.swarm_key import FILE_NAME as KEY_FILE_NAME
 from p2p.swarm_key import SwarmKey, swarm_tag
 from p2p.websocket import WebSocketNetwork
@@ -149,13 +155,28 @@ class _Starter:
                     serve=True,
                     announce=config.announce,
                     upnp=config.upnp,
+                    peer_book=path_of(store.home, swarm_tag(swarm_key)),
                 ),
                 swarm_key=swarm_key,
+                relay=RelayLimits(rate_Bps=config.relay_rate_Bps) if config.relay else None,
                 gate=gate,
                 price=PuzzleChecker(bits, own=identity.peer_id, is_exempt=gate.is_neighbour),
             )
             stack.push_async_callback(discovery.aclose)
             await discovery.start()
+            relays = relays_for(identity.peer_id, discovery)
+            stack.push_async_callback(relays.aclose)
+            examiner = NetworkExaminer(
+                identity.peer_id,
+                discovery,
+                is_node=True,
+                swarm_key=swarm_key,
+                gate=gate,
+                allow_list=allow_list,
+                relays=relays,
+                is_relay=config.relay,
+            )
+            life.in_the_network(examiner)
             life.in_the_swarm(_swarm_view(identity.peer_id, discovery, swarm_key, gate))
             log.info("listening", peer=identity.peer_id, addresses=discovery.addresses)
             if config.mdns:
@@ -165,15 +186,36 @@ class _Starter:
 
             shard = await load_shard(config, model, discovery, life)
             psk = None if swarm_key is None else swarm_key.noise_psk
-            network = WebSocketNetwork(identity, psk=psk, gate=gate)
-            network.on_nonce = lambda nonce, at: discovery.reachability.reached(Plane.DATA, nonce, at)
+            websocket = WebSocketNetwork(identity, psk=psk, gate=gate)
+            websocket.on_nonce = lambda nonce, at: discovery.reachability.reached(Plane.DATA, nonce, at)
+            network = RoutedNetwork(websocket, Libp2pNetwork(identity, discovery, psk=psk, gate=gate))
             if not solving.done():
                 log.info("solving the puzzle of this identity, once: nobody would heed it before", bits=bits)
             node = ServingNode(config, identity, shard, discovery, life, network, gate=gate, puzzle=await solving)
             stack.push_async_callback(node.close_links)
             await node.listen(host, port + 1 if port else 0)
+            node.tell_links(examiner)
             node.on_left = stack.pop_all().aclose
             return node
+
+
+def relays_for(own: PeerId, discovery: Discovery) -> Relays:
+    """Lets this node be reached through relays for as long as nobody can dial it."""
+    reachability = discovery.reachability
+    relays = Relays(
+        own,
+        discovery,
+        records=lambda: discovery.table.live(now=UnixS(time.time())),
+        on_change=reachability.addresses_changed,
+    )
+
+    def judge() -> None:
+        relays.want(reachability.verdict().overall is Overall.BEHIND_NAT)
+
+    discovery.extra_addresses.append(relays.circuit_addresses)
+    reachability.on_change.append(judge)
+    judge()
+    return relays
 
 
 def own_swarm_key(config: NodeConfig, home: Path) -> SwarmKey | None:
@@ -190,7 +232,9 @@ def own_swarm_key(config: NodeConfig, home: Path) -> SwarmKey | None:
         path = home / KEY_FILE_NAME
         own, was_made = SwarmKey.load_or_create(path, key)
         if key not in (None, own):
-            raise ConfigError(f"{path} is the key of another private swarm than the one that is named: move it away")
+            raise ConfigError(
+                f"--private is the swarm of {path}, and another private swarm is named beside it: leave out one of them"
+            )
         if was_made:
             log.info("made a swarm key" if key is None else "saved the swarm key of the invite", file=str(path))
         key, origin = own, str(path)
