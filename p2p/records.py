@@ -121,6 +121,11 @@ class PlanStage(msgspec.Struct, frozen=True, array_like=True):
     """Multiaddrs, tried after the others: for a node that can only be reached through a relay or a hole in a NAT."""
 
 
+def dialled_at(place: NodeRecord | PlanStage) -> tuple[str, ...]:
+    """Where a node can be dialled for the data plane, best first: it is what LinkPool.connect takes."""
+    return (*place.data_addresses, *place.libp2p_addresses)
+
+
 class Plan(msgspec.Struct, frozen=True, array_like=True):
     """Who serves a session, in order. Signed by the user; every stage gets the whole plan, so that it knows from whom
     steps may come and to whom they go."""

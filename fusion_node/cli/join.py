@@ -94,6 +94,15 @@ def join(
         ),
     ] = None,
     operator: Annotated[str, typer.Option(help="A name under which you want to be known.")] = "",
+    relay: Annotated[
+        bool, typer.Option("--relay", help="Carry connections for nodes that cannot be dialled, sealed and unreadable.")
+    ] = False,
+    relay_limit: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SIZE", parser=parse_size, help="Bytes per second that --relay carries at most, for all together."
+        ),
+    ] = None,
     upnp: Annotated[bool, typer.Option(help="Ask the router to forward the ports of --listen to this node.")] = True,
     puzzle_bits: PuzzleBits = None,
     mdns: Mdns = True,
@@ -121,6 +130,8 @@ def join(
         max_ram_bytes=max_ram,
         max_vram_bytes=max_vram,
         back_off=back_off,
+        relay=relay,
+        relay_rate_Bps=relay_limit,
         upnp=upnp,
         mdns=mdns,
         is_private=private,

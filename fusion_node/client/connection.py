@@ -18,7 +18,15 @@ from typing import Self
 
 import structlog
 
-from fusion_node.errors import ConfigError, FusionError, NoPeers, PeerError, PeerTimeout, RemoteProtocolError
+from fusion_node.errors import (
+    ConfigError,
+    FusionError,
+    NoPeers,
+    PeerError,
+    PeerTimeout,
+    PeerUnreachable,
+    RemoteProtocolError,
+)
 from fusion_node.types import ModelId, PeerId, UnixS
 from p2p.bandwidth import BandwidthMeter
 from p2p.compression import Compressor
@@ -26,6 +34,7 @@ from p2p.discovery import Discovery, DiscoveryConfig, DiscoveryService
 from p2p.gate import PeerGate
 from p2p.identity import Identity, short
 from p2p.invite import parse_bootstrap, swarm_key_of
+from p2p.libp2p_network import Libp2pNetwork
 from p2p.links import LinkPool
 from p2p.local_nodes import running
 from p2p.messages import (
@@ -40,8 +49,9 @@ from p2p.messages import (
     StatusRequest,
     StepResult,
 )
+from p2p.paths import RoutedNetwork
 from p2p.puzzle import PuzzleChecker, check_bits, default_bits
-from p2p.records import NodeRecord
+from p2p.records import NodeRecord, dialled_at
 from p2p.seam import Network
 from p2p.swarm_key import SwarmKey, swarm_tag
 from p2p.websocket import WebSocketNetwork
@@ -133,8 +143,13 @@ class SwarmConnection:
             puzzle_bits = default_bits(_hosts(self._peers), is_private=key is not None)
         price = PuzzleChecker(check_bits(puzzle_bits), is_exempt=gate.is_neighbour)
         self._discovery = discovery or Discovery(self.identity, config, swarm_key=key, gate=gate, price=price)
+        psk = None if key is None else key.noise_psk
+        if network is None:
+            network = WebSocketNetwork(self.identity, psk=psk, gate=gate)
+            if isinstance(self._discovery, Discovery):
+                network = RoutedNetwork(network, Libp2pNetwork(self.identity, self._discovery, psk=psk, gate=gate))
         self.links = LinkPool(
-            network or WebSocketNetwork(self.identity, psk=None if key is None else key.noise_psk, gate=gate),
+            network,
             self.identity.peer_id,
             gate=gate,
             on_frame=self._on_frame,
@@ -189,13 +204,13 @@ class SwarmConnection:
         self._gate.refresh()
         await self._discovery.wait_for_peer(ENTER_TIMEOUT_S if self._peers else LAN_TIMEOUT_S)
         records = await self._discovery.find(model_id, timeout_s=timeout_s)
-        new = {record.peer for record in records if not (record.data_addresses or record.libp2p_addresses)}
+        new = {record.peer for record in records if not dialled_at(record)}
         if not new - self._waited_for:
             return records
         # Nodes that had nobody to dial them back before this process came: it is doing so just now.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._dialled_back_s):
-                while any(not record.data_addresses for record in self._live(new)):  # noqa: ASYNC110 - pushed by peers
+                while any(not dialled_at(record) for record in self._live(new)):  # noqa: ASYNC110 - pushed by peers
                     await asyncio.sleep(0.05)
         self._waited_for |= new
         return [*(record for record in records if record.peer not in new), *self._live(new)]
@@ -240,7 +255,9 @@ class SwarmConnection:
     async def _measure(self, record: NodeRecord) -> MeasuredNode:
         peer = PeerId(record.peer)
         try:
-            await self.links.connect(peer, record.data_addresses, timeout_s=MEASURE_TIMEOUT_S)
+            if not dialled_at(record) and not self.links.is_connected(peer):
+                raise PeerUnreachable(peer, f"node {short(peer)} can be dialled by nobody, and no relay leads to it")
+            await self.links.connect(peer, dialled_at(record), timeout_s=MEASURE_TIMEOUT_S)
             known_s = self.links.round_trip_s(peer)
             return MeasuredNode(record, known_s if known_s is not None else await self.links.round_trip(peer))
         except PeerError as error:

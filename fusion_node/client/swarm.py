@@ -501,7 +501,13 @@ class SwarmClient:
             issued_at=now,
             expires_at=now + PLAN_TTL_S,
             stages=tuple(
-                PlanStage(node.peer, layers.start, layers.stop, node.record.data_addresses)
+                PlanStage(
+                    node.peer,
+                    layers.start,
+                    layers.stop,
+                    node.record.data_addresses,
+                    node.record.libp2p_addresses,
+                )
                 for node, layers in routed.stages
             ),
             priority=self._priority,

@@ -30,6 +30,8 @@ class NodeConfig:
         max_ram_bytes: of the whole process, on a CPU node; None sets no bound.
         max_vram_bytes: of the whole process on a GPU; None sets no bound.
         back_off: whether to pause while another program uses the device; None does so on a GPU.
+        relay: whether to carry the connections of nodes that cannot be dialled.
+        relay_rate_Bps: how much of that at most; None leaves it to the line.
         upnp: whether to ask the router to forward both ports; without effect on loopback.
         mdns: whether to find and be found on the local network.
         is_private: whether to be in the swarm whose key is ``swarm.key`` in the home; made if there is none.
@@ -53,6 +55,8 @@ class NodeConfig:
     max_ram_bytes: int | None = None
     max_vram_bytes: int | None = None
     back_off: bool | None = None
+    relay: bool = False
+    relay_rate_Bps: int | None = None
     upnp: bool = True
     mdns: bool = True
     is_private: bool = False

@@ -49,7 +49,7 @@ from p2p.messages import (
     Step,
     StepResult,
 )
-from p2p.records import Plan, Refusal, open_plan
+from p2p.records import Plan, Refusal, dialled_at, open_plan
 
 CONNECT_SUCCESSOR_S = 8.0
 """For dialling the next stage while a session opens; the user's side waits longer than this."""
@@ -276,11 +276,13 @@ class NodeServer:
         place = plan.stages[session.stage + 1]
         pool = self._require_pool()
         try:
-            await pool.connect(session.next, place.data_addresses, timeout_s=CONNECT_SUCCESSOR_S)
+            await pool.connect(session.next, dialled_at(place), timeout_s=CONNECT_SUCCESSOR_S)
         except FusionError as error:
             log.info("next stage unreachable", peer=short(session.next), reason=str(error))
             # Not why: whoever writes the plan chooses the addresses, and would have us explore our network for them.
             reason = f"the next stage {short(session.next)} cannot be reached from here"
+            if not dialled_at(place):
+                reason = f"the next stage {short(session.next)} can be dialled by nobody, and no relay leads to it"
             self._give_back(session, message, Refused(RefusalCode.SUCCESSOR_UNREACHABLE, reason))
             return
         if self._is_open(session):  # not closed while we were dialling

@@ -356,6 +356,7 @@ class ServingNode:
     async def listen(self, host: str, port: int) -> None:
         """Opens the data plane, then tells the swarm, unless the node was paused while it loaded."""
         bound = await self._pool.listen(join_address(host, port))
+        await self._pool.listen(f"/p2p/{self._identity.peer_id}")
         self._reachability.bound(Plane.DATA, [(host, int(bound.rpartition(":")[2]))])
         await self._reachability.settled(Plane.DATA, timeout_s=SETTLE_S)
         self._told_addresses = self._announced_addresses()
@@ -542,5 +543,6 @@ class ServingNode:
             software=f"fusion-node {fusion_node.__version__}",
             operator=self._config.operator[:96],
             puzzle=self._puzzle,
+            is_relay=self._config.relay,
         )
         return sign_record(record, self._identity)
