@@ -243,6 +243,8 @@ def _address(report: NetworkReport, address: AddressReport, *, others_confirmed:
 def _nat(report: NetworkReport) -> Iterator[Finding]:
     seen = f"; peers see it at {', '.join(map(_text, report.seen_hosts))}" if report.seen_hosts else ""
     match report.nat:
+        case NatClass.UNKNOWN if report.listen and _is_local_only(report):
+            return
         case NatClass.UNKNOWN:
             yield _unknown("nat", report, "nat")
         case NatClass.NONE:

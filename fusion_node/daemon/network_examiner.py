@@ -102,7 +102,7 @@ class NetworkExaminer:
         self._meter: BandwidthMeter | None = None
         self._data_listen: tuple[str, ...] = ()
 
-    def has_links(self, pool: LinkPool, meter: BandwidthMeter, listen: Sequence[str] = ()) -> None:
+    def has_links(self, pool: LinkPool, meter: BandwidthMeter | None, listen: Sequence[str] = ()) -> None:
         """The data plane is there, too; ``listen`` is where, as ``host:port``."""
         self._pool, self._meter, self._data_listen = pool, meter, tuple(listen)
 

@@ -18,6 +18,7 @@ from fusion_node.daemon.device_usage import open_watch
 from fusion_node.daemon.life import NodeLife
 from fusion_node.daemon.manners_core import PauseReason
 from fusion_node.daemon.memory_plan import MIN_KV_POSITIONS, Bound, MemoryPlan, place_layers
+from fusion_node.daemon.network_examiner import NetworkExaminer
 from fusion_node.daemon.server import NodeServer
 from fusion_node.engine.architectures import first_layers, load_config
 from fusion_node.engine.batching_core import MAX_DECODE_ROWS, MAX_ROWS, BatchingCore
@@ -323,6 +324,7 @@ class ServingNode:
         self._device_name = describe_devices(self._devices)
         self._reachability = discovery.reachability
         self._addresses_changed = asyncio.Event()
+        self._data_listen: tuple[str, ...] = ()
         self._told_addresses: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
         self._last_sequence = 0
         self._record = b""
@@ -356,6 +358,7 @@ class ServingNode:
     async def listen(self, host: str, port: int) -> None:
         """Opens the data plane, then tells the swarm, unless the node was paused while it loaded."""
         bound = await self._pool.listen(join_address(host, port))
+        self._data_listen = (bound,)
         await self._pool.listen(f"/p2p/{self._identity.peer_id}")
         self._reachability.bound(Plane.DATA, [(host, int(bound.rpartition(":")[2]))])
         await self._reachability.settled(Plane.DATA, timeout_s=SETTLE_S)
@@ -364,6 +367,10 @@ class ServingNode:
             await self._announce()
         self._reachability.on_change.append(self._addresses_changed.set)
         self._life.ready(self)
+
+    def tell_links(self, examiner: NetworkExaminer) -> None:
+        """Lets the examiner see the data plane, which listens now."""
+        examiner.has_links(self._pool, self._server.bandwidth, self._data_listen)
 
     async def serve(self, stop: asyncio.Event) -> None:
         """Announces and expires until told to stop; pauses and resumes meanwhile."""

@@ -1,0 +1,78 @@
+"""The real model, served by real nodes behind two routers to a user behind a third one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+
+from fusion_node.client.tokenizer import Tokenizer
+from fusion_node.engine.reference import ReferenceModel
+from fusion_node.store import StoredModel
+from tests.live.swarm_process import CLI, MODEL, NodeProcess, environment
+from tests.nat.internet import REPOSITORY, Internet, Ports
+from tests.nat.light_nodes import Nursery
+
+pytestmark = pytest.mark.live
+
+PROMPT = "The capital of France is"
+NUM_TOKENS = 12
+GENERATE_S = 90.0
+
+# Light nodes have not paid for their identities.
+FREE = ("--puzzle-bits", "0")
+
+
+@pytest.fixture
+def swarm(
+    internet: Internet, nodes: Nursery, test_home: Path, builtin_model: StoredModel, tmp_path: Path
+) -> Iterator[str]:
+    """Two nodes with half of the model each, behind routers of both kinds; the address of the only public peer."""
+    relay = nodes.start("relay", host=internet.host("relay"), relay=True).addresses[0]
+    with ExitStack() as stack:
+        started = []
+        for layers, ports in (("0:15", Ports.PRESERVED), ("15:30", Ports.RANDOM)):
+            host = internet.router(f"r{layers[0]}", ports=ports).host("node")
+            node = NodeProcess.start(
+                layers,
+                folder=tmp_path / layers.replace(":", "-"),
+                home=test_home,
+                peers=[relay],
+                options=("--listen", "0.0.0.0:4600", *FREE),
+                prefix=host.command(),
+            )
+            stack.callback(node.end)
+            started.append(node)
+        for node in started:
+            node.wait_ready()
+        yield relay
+
+
+def test_nodes_behind_routers_serve_a_user_behind_another_one_with_the_right_tokens(
+    internet: Internet, swarm: str, test_home: Path, builtin_model: StoredModel
+) -> None:
+    user = internet.router("ru").host("user")
+    command = user.command(
+        *CLI, "generate", MODEL, PROMPT, "--raw", "--temperature", "0", "--max-tokens", str(NUM_TOKENS), "--json",
+        "--no-mdns", "--threads", "1", "--peer", swarm, *FREE,
+    )  # fmt: skip
+    done = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        env=environment(test_home),
+        capture_output=True,
+        text=True,
+        timeout=GENERATE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    print(f"\n{answer}")
+    ids = Tokenizer(builtin_model.path).encode(PROMPT)
+    torch.set_num_threads(1)
+    assert answer["token_ids"] == ReferenceModel(builtin_model.path).greedy(ids, NUM_TOKENS)
