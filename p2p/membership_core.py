@@ -76,8 +76,9 @@ LOW_PEERS = 32
 """Above HIGH_PEERS connections, those that others made are given up until LOW_PEERS are left; the others find another
 node. The host allows 256."""
 
-SETTLED_AFTER_S = 30.0
-"""A connection younger than this is not given up: a newcomer has to learn whom else to turn to."""
+SETTLED_AFTER_S = 10.0
+"""A connection younger than this is not given up: a newcomer has to learn whom else to turn to. Not longer, so that a
+bootstrap has room for the next ones: with 30 s, 15 newcomers a second filled three of them."""
 
 MAX_DIALS = 8
 MESH_EVERY_S = 5.0
@@ -98,11 +99,11 @@ EXPIRE_EVERY_S = 5.0
 FULL_VIEW = 512
 """Nodes up to which everybody knows everybody: 600 bytes each, renewed every 25 s, are 12 kB/s."""
 
-FULL_VIEW_AGAIN = 384
-"""Below this estimate the view becomes a full one again: estimates waver."""
+FULL_VIEW_AGAIN = 3 / 4
+"""Below this share of FULL_VIEW the view becomes a full one again: estimates waver."""
 
 PULL_MIN_S = 2.0
-PULL_MAX_S = 10.0
+PULL_MAX_S = 5.0
 PULL_USER_S = 30.0
 """A user wants no more than a way back in; what it looks for it asks for."""
 
@@ -110,7 +111,8 @@ MANY_NEWS = 8
 """Records in one answer from which on the next pull comes sooner; with fewer it comes later."""
 
 SAMPLE_RECORDS = 32
-"""Per pull in the large regime: with PULL_MAX_S 2 kB/s, and some 150 nodes in view."""
+SAMPLE_EVERY_S = 10.0
+"""Records per pull, and between pulls, in the large regime: 2 kB/s, and some 150 nodes in view."""
 
 MODEL_VIEW = 256
 """Nodes of the own models up to which all of them are kept fresh in the large regime."""
@@ -346,6 +348,7 @@ class Membership:
         exchange: the record table and what is said of it.
         chance: a source that strangers cannot foretell.
         protected: peers whose connection is in use for something else and never given up here; the shell changes it.
+        full_view: see FULL_VIEW; simulations of a large swarm's regime take a smaller one.
         gossip: whether records are published on a topic too.
     """
 
@@ -359,6 +362,7 @@ class Membership:
         exchange: RecordExchange,
         chance: Random,
         protected: Set[PeerId] = frozenset(),
+        full_view: int = FULL_VIEW,
         gossip: bool = False,
     ) -> None:
         self.exchange = exchange
@@ -369,6 +373,7 @@ class Membership:
         self._serve = serve
         self._chance = chance
         self._protected = protected
+        self._full_view = full_view
         self._gossip = gossip
         self._gossiped_at_s = float("-inf")
         self._contacts: dict[PeerId, _Contact] = {
@@ -403,6 +408,8 @@ class Membership:
         self._num_joining = 0
         self._is_lonely = False
         self._estimate = _Estimate()
+        self._estimates: dict[ModelId, _Estimate] = {}
+        """Of the nodes of each model that is served here."""
         self._samples = False
         self._pull_every_s = PULL_MIN_S
         self._num_pulls = 0
@@ -578,9 +585,11 @@ class Membership:
             connection.num_asking -= 1
             connection.told = asked.own_envelope or connection.told
             self._hear(asked.peer, connection, now)
-        if asked.model_id is None and asked.limit and asked.num_known <= MAX_DIGEST_ENTRIES:
-            self._estimate.add(asked.num_known, received.num_known, received.num_shared)
-            self._choose_regime()
+        if asked.limit and asked.num_known <= MAX_DIGEST_ENTRIES:
+            estimate = self._estimate if asked.model_id is None else self._estimates.get(asked.model_id)
+            if estimate is not None:
+                estimate.add(asked.num_known, received.num_known, received.num_shared)
+                self._choose_regime()
         if asked.purpose is _Purpose.PULL:
             self._adapt_pulls(len(received.accepted), now)
         if asked.purpose is _Purpose.FIRST and connection is not None and connection.we_dialled:
@@ -676,21 +685,22 @@ class Membership:
         if isinstance(record, Refusal):
             return record, []
         self._models = tuple(model_ids)
+        self._estimates = {model_id: self._estimates.get(model_id, _Estimate()) for model_id in model_ids}
         self._publication.want(model_ids)
         self._publish(now)
         if self._gossip and now.s - self._gossiped_at_s >= self._gossip_every_s(now) <= MAX_GOSSIP_S and self.has_met:
             self._gossiped_at_s = now.s
             self._commands.append(Gossip(envelope))
-        return record, self._push(now, to_users=False)
+        return record, self._push(now)
 
     def withdraw(self, envelope: bytes, now: Moment) -> tuple[NodeRecord | Refusal, list[int]]:
-        """Takes a record without shards. As ``announce``, but users are told, too."""
+        """Takes a record without shards. As ``announce``."""
         record = self._set_own(envelope, now)
         if isinstance(record, Refusal):
             return record, []
         self._models = ()
         self._publication.withdraw()
-        return record, self._push(now, to_users=True)
+        return record, self._push(now)
 
     def pull(self, model_id: ModelId | None, now: Moment) -> list[int]:
         """Asks connected peers for the nodes of a model, or for all. Returns the tokens of what was asked."""
@@ -947,12 +957,13 @@ class Membership:
             return Refusal.WRONG_KEY
         return self.exchange.set_own(envelope, now=now.unix_s)
 
-    def _push(self, now: Moment, *, to_users: bool) -> list[int]:
-        """The own record goes to every connected node. A peer that does not take it is the heartbeat's business."""
+    def _push(self, now: Moment) -> list[int]:
+        """The own record goes to every connected peer, users among them: who waits for a node to become reachable hears
+        of it at once. A peer that does not take it is the heartbeat's business."""
         return [
             self._ask(peer, None, 0, _Purpose.PUSH, now)
             for peer, connection in self._connections.items()
-            if not connection.is_suspect and (to_users or connection.we_dialled or self._is_node(peer, now))
+            if not connection.is_suspect
         ]
 
     def _is_node(self, peer: PeerId, now: Moment) -> bool:
@@ -976,12 +987,12 @@ class Membership:
         if not self._models or self._num_pulls % 2:
             return None, SAMPLE_RECORDS
         model_id = self._models[self._num_pulls // 2 % len(self._models)]
-        num_known = sum(1 for held in self.exchange.table.held(now=now.unix_s) if serves(held.record, model_id))
-        return model_id, MAX_RECORDS if num_known <= MODEL_VIEW else SAMPLE_RECORDS
+        num_nodes = self._estimates[model_id].value
+        return model_id, MAX_RECORDS if num_nodes is not None and num_nodes <= MODEL_VIEW else SAMPLE_RECORDS
 
     def _adapt_pulls(self, num_news: int, now: Moment) -> None:
         if self._samples:
-            self._pull_every_s = PULL_MAX_S
+            self._pull_every_s = SAMPLE_EVERY_S
         elif num_news >= MANY_NEWS:
             self._pull_every_s = max(PULL_MIN_S, self._pull_every_s / 2)
             self._timers.set_earlier((_Timer.PULL, None), now.s + self._about(self._pull_every_s))
@@ -992,10 +1003,10 @@ class Membership:
         estimate = self._estimate.value
         if estimate is None:
             return
-        if estimate > FULL_VIEW and not self._samples:
+        if estimate > self._full_view and not self._samples:
             self._samples = True
             self._note(f"about {estimate:.0f} nodes: only some of them are kept in view")
-        elif estimate < FULL_VIEW_AGAIN and self._samples:
+        elif estimate < FULL_VIEW_AGAIN * self._full_view and self._samples:
             self._samples = False
 
     def _on_expire_due(self, now: Moment) -> None:

@@ -18,6 +18,7 @@ machine are found otherwise (p2p.local_nodes).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterable, Sequence
@@ -191,7 +192,8 @@ def save(book: PeerBook, path: Path, *, now: UnixS) -> None:
         temporary.replace(path)
     except OSError as error:
         log.warning("known peers cannot be written to %s: %s", path, error.strerror)
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def host_of(address: str) -> str:

@@ -27,11 +27,11 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from fusion_node.types import ModelId, PeerId, UnixS
 from fusion_node.wire import WireError, decode_bounded
-from p2p.records import MAX_RECORD_BYTES, HeldRecord, ModelText, NodeRecord, RecordTable, Refusal, Time
+from p2p.record_columns import Flags, Indices, Numbers
+from p2p.records import MAX_RECORD_BYTES, ModelText, NodeRecord, RecordTable, Refusal, Time
 
 if TYPE_CHECKING:
     from random import Random
@@ -60,8 +60,6 @@ _ALL = 2**32
 T = TypeVar("T")
 
 Envelope: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=MAX_RECORD_BYTES)]
-Numbers: TypeAlias = npt.NDArray[np.uint32]
-Flags: TypeAlias = npt.NDArray[np.bool_]
 Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
 
 
@@ -189,14 +187,15 @@ class RecordExchange:
 
     def _digest(self, model_id: ModelId | None, now: UnixS) -> tuple[Digest, int]:
         salt = self._chance.getrandbits(64) | 1
-        found = self._gather(model_id, now)
-        bits, sequences = found.bits(salt), found.sequences
+        rows, is_serving = self._rows(model_id, now)
+        columns = self.table.columns
+        bits, sequences = columns.bits(rows, salt), columns.sequences(rows)
         below = _ALL
         if len(bits) > MAX_DIGEST_ENTRIES:
             below = int(np.sort(bits)[MAX_DIGEST_ENTRIES])
             bits, sequences = bits[bits < below], sequences[bits < below]
         entries = np.column_stack((bits, sequences)).astype("<u4").tobytes()
-        return Digest(salt.to_bytes(8, "little"), below, entries), int(found.is_serving.sum())
+        return Digest(salt.to_bytes(8, "little"), below, entries), int(is_serving.sum())
 
     def _answer(self, model_id: ModelId | None, limit: int, their_view: _View, now: UnixS) -> ExchangeAnswer:
         if not limit:
@@ -205,11 +204,13 @@ class RecordExchange:
         missing: list[tuple[float, bytes]] = []
         believed_gone: list[bytes] = []
         gone: list[bytes] = []
-        found = self._gather(model_id, now)
-        is_serving = found.is_serving
-        is_asked, is_shared, is_wanted = their_view.compare(found.bits(their_view.salt), found.sequences)
+        rows, is_serving = self._rows(model_id, now)
+        columns = self.table.columns
+        is_asked, is_shared, is_wanted = their_view.compare(
+            columns.bits(rows, their_view.salt), columns.sequences(rows)
+        )
         for index in np.flatnonzero(is_wanted).tolist():
-            one = found.held[index]
+            one = self.table.held_of(columns.peers[rows[index]])
             if one.record.peer == self._own_peer:
                 own = one.envelope
             elif not is_asked[index]:
@@ -227,22 +228,19 @@ class RecordExchange:
         num_known, num_shared = int((is_serving & is_asked).sum()), int((is_serving & is_shared).sum())
         return ExchangeAnswer(EXCHANGE_VERSION, tuple(fitting), now, num_known, num_shared)
 
-    def _gather(self, model_id: ModelId | None, now: UnixS) -> _Found:
-        """Live records of nodes that serve the model, of this node, and tombstones: those are told, too, so that they
-        are not sent again."""
-        held: list[HeldRecord] = []
-        keys: list[int] = []
-        sequences: list[int] = []
-        serving: list[bool] = []
-        for one in self.table.held(now=now):
-            record = one.record
-            is_serving = serves(record, model_id)
-            if is_serving or not record.shards or record.peer == self._own_peer:
-                held.append(one)
-                keys.append(one.digest_key)
-                sequences.append(record.sequence % _ALL)
-                serving.append(is_serving)
-        return _Found(held, np.array(keys, np.uint64), np.array(sequences, np.uint32), np.array(serving, bool))
+    def _rows(self, model_id: ModelId | None, now: UnixS) -> tuple[Indices, Flags]:
+        """Rows of the live records of nodes that serve the model, of this node, and tombstones; and which of them
+        serve it. Tombstones are told of in digests, too, so that they are not sent again."""
+        columns = self.table.columns
+        rows = columns.live(now)
+        is_node = columns.serve(rows)
+        if model_id is None:
+            return rows, is_node
+        is_serving, is_unsure = columns.may_serve(rows, model_id)
+        for index in np.flatnonzero(is_unsure).tolist():
+            is_serving[index] = serves(self.table.held_of(columns.peers[rows[index]]).record, model_id)
+        kept = is_serving | ~is_node | (rows == columns.row_of(self._own_peer))
+        return rows[kept], is_serving[kept]
 
     def _choose(self, dated: list[tuple[float, bytes]], at_most: int) -> list[bytes]:
         self._chance.shuffle(dated)  # among equal dates, too, chance decides
@@ -298,20 +296,6 @@ class _View:
         is_shared = (self.bits[places] == bits) & is_asked
         ahead = sequences - self.sequences[places]
         return is_asked, is_shared, ~is_shared | ((ahead > 0) & (ahead < _ALL // 2))
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """Records, and columns beside them: their peers' keys, the low 32 bits of their sequences, whether they serve."""
-
-    held: list[HeldRecord]
-    keys: npt.NDArray[np.uint64]
-    sequences: Numbers
-    is_serving: Flags
-
-    def bits(self, salt: int) -> Numbers:
-        """The 32 bits that stand for each peer under a salt."""
-        return ((self.keys * np.uint64(salt)) >> np.uint64(32)).astype(np.uint32)
 
 
 def _check_version(version: int) -> None:

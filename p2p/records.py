@@ -14,6 +14,7 @@ still gained by such a date must be worth nothing: neither RecordTable nor p2p.r
 from __future__ import annotations
 
 import enum
+import functools
 import hashlib
 import heapq
 import itertools
@@ -26,6 +27,7 @@ import msgspec
 from fusion_node.types import PeerId, UnixS
 from fusion_node.wire import SignedEnvelope, WireError, decode_bounded
 from p2p.identity import Identity, is_signed_by
+from p2p.record_columns import RecordColumns
 
 PROTOCOL_VERSION = 1
 """Of records, plans and data-plane frames together. Raised when an old program could misread a new one."""
@@ -147,6 +149,7 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     """How tensors are encoded between its stages; empty for the plain encoding of the numerics class."""
 
 
+@functools.lru_cache(maxsize=32_768)
 def digest_key_of(peer: str) -> int:
     """64 bits of a hash: nobody can choose a key so that its peer is taken for another one."""
     return int.from_bytes(hashlib.blake2b(peer.encode(), digest_size=8).digest(), "little")
@@ -192,14 +195,12 @@ class HeldRecord:
         record, envelope: the record, and its signed form for passing on.
         introducer: who brought the first record of this peer; None when nobody in particular did.
         is_own_word: whether the peer itself has brought one.
-        digest_key: 64 bits that stand for the peer id in digests.
     """
 
     record: NodeRecord
     envelope: bytes
     introducer: PeerId | None
     is_own_word: bool
-    digest_key: int
 
 
 class _Introduced:
@@ -276,6 +277,8 @@ class RecordTable:
         self._price = price
         self.refused: dict[Refusal, int] = {}
         self._held: dict[str, HeldRecord] = {}
+        self.columns = RecordColumns()
+        """Of the same records; those that have expired among them until ``expire``."""
         self._peer_of: dict[bytes, str] = {}
         """By envelope, so that a copy is known before its signature is looked at."""
         self._own_words: dict[str, None] = {}
@@ -324,6 +327,10 @@ class RecordTable:
         """Live records, in no order."""
         return (held for held in self._held.values() if held.record.expires_at > now)
 
+    def held_of(self, peer: str) -> HeldRecord:
+        """The record of a peer that is held, even if it has expired."""
+        return self._held[peer]
+
     def record_of(self, peer: str, *, now: UnixS) -> NodeRecord | None:
         """The live record of a peer."""
         held = self._held.get(peer)
@@ -350,13 +357,13 @@ class RecordTable:
                 if displaced is None:
                     return Refusal.CROWDED
                 self._drop(displaced)
-            self._hold(HeldRecord(record, envelope, introducer, is_own_word, digest_key_of(record.peer)))
+            self._hold(HeldRecord(record, envelope, introducer, is_own_word))
             return record
         if record.sequence <= held.record.sequence:
             return Refusal.REPLAYED
         # In the place of the older one: who brings the news first must not be able to make it their own.
         del self._peer_of[held.envelope]
-        self._held[record.peer] = HeldRecord(record, envelope, held.introducer, held.is_own_word, held.digest_key)
+        self._held[record.peer] = HeldRecord(record, envelope, held.introducer, held.is_own_word)
         self._index(record, envelope)
         if is_own_word:
             self._note_own_word(record.peer)
@@ -376,7 +383,7 @@ class RecordTable:
         held = self._held[peer]
         if not held.is_own_word:
             self._introduced.remove(held.introducer, peer)
-            self._held[peer] = HeldRecord(held.record, held.envelope, held.introducer, True, held.digest_key)
+            self._held[peer] = HeldRecord(held.record, held.envelope, held.introducer, True)
         self._own_words.pop(peer, None)
         self._own_words[peer] = None
 
@@ -390,6 +397,13 @@ class RecordTable:
             self._introduced.add(held.introducer, peer)
 
     def _index(self, record: NodeRecord, envelope: bytes) -> None:
+        self.columns.put(
+            record.peer,
+            digest_key_of(record.peer),
+            record.sequence,
+            record.expires_at,
+            {shard.model_id for shard in record.shards},
+        )
         self._peer_of[envelope] = record.peer
         if len(self._deadlines) > 2 * len(self._held) + 64:
             self._deadlines = [(held.record.expires_at, peer) for peer, held in self._held.items()]
@@ -399,6 +413,7 @@ class RecordTable:
 
     def _drop(self, peer: str) -> None:
         held = self._held.pop(peer)
+        self.columns.remove(peer)
         del self._peer_of[held.envelope]
         if held.is_own_word:
             del self._own_words[peer]

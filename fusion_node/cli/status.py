@@ -58,6 +58,7 @@ def status(
             known,
             identity=who,
             mdns=mdns,
+            home=ModelStore(home).home,
             swarm_key=key,
             bans=ModelStore(home).home / FILE_NAME,
             puzzle_bits=puzzle_bits,

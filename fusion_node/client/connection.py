@@ -50,6 +50,7 @@ from p2p.messages import (
     StepResult,
 )
 from p2p.paths import RoutedNetwork
+from p2p.peer_book import path_of
 from p2p.puzzle import PuzzleChecker, check_bits, default_bits
 from p2p.records import NodeRecord, dialled_at
 from p2p.seam import Network
@@ -113,6 +114,7 @@ class SwarmConnection:
         peers: multiaddrs or invites to enter the swarm by.
         identity: None makes one that lives as long as the connection, so that two runs cannot be linked.
         mdns: whether to look for nodes on the local network.
+        home: folder whose known peers (p2p.peer_book) are tried as well, and added to; None keeps none.
         swarm_key: of the private swarm to enter; an invite among ``peers`` may hold it instead.
         bans: file of those that are banned (p2p.bans); None bans nobody.
         puzzle_bits: what the identities of nodes must have paid; None is p2p.puzzle.default_bits.
@@ -126,6 +128,7 @@ class SwarmConnection:
         *,
         identity: Identity | None = None,
         mdns: bool = True,
+        home: Path | None = None,
         swarm_key: SwarmKey | None = None,
         bans: Path | None = None,
         puzzle_bits: int | None = None,
@@ -136,8 +139,9 @@ class SwarmConnection:
         self.identity = identity or Identity.generate()
         self._peers = tuple(peers)
         self._mdns = mdns
-        config = DiscoveryConfig(listen=(), bootstrap=self._peers, mdns=mdns, serve=False)
         key = swarm_key_of(self._peers, swarm_key, now=UnixS(time.time()))
+        self._book = None if home is None else path_of(home, swarm_tag(key))
+        config = DiscoveryConfig(listen=(), bootstrap=self._peers, mdns=mdns, serve=False, peer_book=self._book)
         self._gate = gate = PeerGate(bans)
         if puzzle_bits is None:
             puzzle_bits = default_bits(_hosts(self._peers), is_private=key is not None)
@@ -177,10 +181,10 @@ class SwarmConnection:
         """Begins to enter the swarm; returns before any peer has answered.
 
         Raises:
-            NoPeers: there is no way in: no address given, and no local network to look in.
+            NoPeers: there is no way in: no address given, no peer known, and no local network to look in.
             ConfigError: an address or invite is malformed.
         """
-        if not self._peers and not self._mdns:
+        if not self._peers and not self._mdns and not self._has_book:
             raise NoPeers("no way into a swarm: name a node with --peer ADDRESS or --peer INVITE")
         await self._discovery.start()
 
@@ -202,7 +206,7 @@ class SwarmConnection:
             NoPeers: no peer of the swarm can be reached.
         """
         self._gate.refresh()
-        await self._discovery.wait_for_peer(ENTER_TIMEOUT_S if self._peers else LAN_TIMEOUT_S)
+        await self._discovery.wait_for_peer(ENTER_TIMEOUT_S if self._peers or self._has_book else LAN_TIMEOUT_S)
         records = await self._discovery.find(model_id, timeout_s=timeout_s)
         new = {record.peer for record in records if not dialled_at(record)}
         if not new - self._waited_for:
@@ -214,6 +218,10 @@ class SwarmConnection:
                     await asyncio.sleep(0.05)
         self._waited_for |= new
         return [*(record for record in records if record.peer not in new), *self._live(new)]
+
+    @property
+    def _has_book(self) -> bool:
+        return self._book is not None and self._book.exists()
 
     def _live(self, peers: Collection[str]) -> list[NodeRecord]:
         """The nodes among these that still serve, as they are known now."""

@@ -219,6 +219,7 @@ class SwarmClient:
             ways_in(peers, mdns=mdns, home=ModelStore(home).home, swarm_key=key),
             identity=identity,
             mdns=mdns,
+            home=ModelStore(home).home,
             swarm_key=key,
             bans=ModelStore(home).home / BAN_FILE_NAME,
             puzzle_bits=puzzle_bits,

@@ -1,9 +1,10 @@
 """Hundreds to ten thousand hosts in one process: the real membership core and record exchange on an event heap.
 
-What is simulated: latency (hosts lie on a square, 5 ms and up to 110 ms apart, a tenth more or less), dials of four round
-trips, requests and answers with their true bytes, hosts that die with or without closing their connections, partitions,
-clocks that are wrong. What is not: lost packets on a living path (TCP repeats them), the DHT (joining it and publishing
-succeed after a second and cost nothing here), CPU. Signatures are not made: the opener knows what each host has said.
+What is simulated: latency (hosts lie on a square, 5 ms and up to 110 ms apart, a tenth more or less), dials of four
+round trips, requests and answers with their true bytes, hosts that die with or without closing their connections,
+partitions, clocks that are wrong. What is not: lost packets on a living path (TCP repeats them), the DHT (joining it
+and publishing succeed after a second and cost nothing here), CPU. Signatures are not made: the opener knows what each
+host has said.
 
 Everything is drawn from one seed. Nothing here needs libp2p.
 """
@@ -24,6 +25,7 @@ import msgspec
 from fusion_node.types import ModelId, MonotonicS, PeerId, UnixS
 from fusion_node.wire import SignedEnvelope
 from p2p.membership_core import (
+    FULL_VIEW,
     Ask,
     Dial,
     Disconnect,
@@ -81,8 +83,9 @@ class Host:
 class World:
     """The network and its clock."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, full_view: int = FULL_VIEW) -> None:
         self.seed = seed
+        self.full_view = full_view
         self.now = 0.0
         self.chance = random.Random(seed)
         self.hosts: dict[PeerId, Host] = {}
@@ -129,10 +132,11 @@ class World:
             book=book or PeerBook(),
             exchange=RecordExchange(table, random.Random(f"{self.seed}/{index}/x")),
             chance=random.Random(f"{self.seed}/{index}"),
+            full_view=self.full_view,
         )
         place = (self.chance.uniform(0, 0.075), self.chance.uniform(0, 0.075))
         host = self.hosts[peer] = Host(index, peer, core, place, model_id, skew_s)
-        core.start(self._moment(host))
+        core.start(self.moment(host))
         self._pump(host)
         if model_id is not None:
             self._announce(host)
@@ -142,7 +146,7 @@ class World:
         """Ends a host; silently, as a lost line or power does, or closing its connections, as a killed process does."""
         host.is_up = False
         if not silently:
-            for peer in list(host.connections):
+            for peer in sorted(host.connections):
                 self._at(self._latency(host, self.hosts[peer]), self._close, self.hosts[peer], host)
 
     def up(self) -> list[Host]:
@@ -150,15 +154,20 @@ class World:
 
     def view(self, host: Host) -> set[PeerId]:
         """The nodes that a host believes to live, without itself."""
-        records = host.core.exchange.serving(None, now=self._moment(host).unix_s)
+        records = host.core.exchange.serving(None, now=self.moment(host).unix_s)
         return {PeerId(record.peer) for record in records} - {host.id}
+
+    def knows(self, host: Host, other: Host) -> bool:
+        """Whether a host believes that another one lives; itself it knows."""
+        record = host.core.exchange.table.record_of(other.id, now=self.moment(host).unix_s)
+        return host is other or (record is not None and bool(record.shards))
 
     # Events.
 
     def _at(self, delay_s: float, happen: Callable[..., None], *arguments: Any) -> None:
         heapq.heappush(self._events, (self.now + delay_s, next(self._numbers), happen, arguments))
 
-    def _moment(self, host: Host) -> Moment:
+    def moment(self, host: Host) -> Moment:
         return Moment(MonotonicS(self.now), UnixS(EPOCH_S + self.now + host.skew_s))
 
     def _pump(self, host: Host) -> None:
@@ -185,18 +194,18 @@ class World:
         if host.timer_at != at or not host.is_up:
             return
         host.timer_at = math.inf
-        host.core.handle_timer(self._moment(host))
+        host.core.handle_timer(self.moment(host))
         self._pump(host)
 
     def _end(self, host: Host, report: Callable[..., None]) -> None:
         if host.is_up:
-            report(self._moment(host), is_done=True)
+            report(self.moment(host), is_done=True)
             self._pump(host)
 
     def _announce(self, host: Host) -> None:
         if not host.is_up:
             return
-        host.core.announce(self._record(host), [host.model_id] if host.model_id else [], self._moment(host))
+        host.core.announce(self._record(host), [host.model_id] if host.model_id else [], self.moment(host))
         self._pump(host)
         self._at(ANNOUNCE_S * self.chance.uniform(0.75, 1.25), self._announce, host)
 
@@ -219,14 +228,14 @@ class World:
             self._count(other, 4, 1200)
             for one, two in ((host, other), (other, host)):
                 one.connections.add(two.id)
-                one.core.connection_opened(two.id, self._moment(one))
-        host.core.dialled(other.id, self._moment(host))
+                one.core.connection_opened(two.id, self.moment(one))
+        host.core.dialled(other.id, self.moment(host))
         self._pump(host)
         self._pump(other)
 
     def _fail_dial(self, host: Host, other: Host) -> None:
         if host.is_up:
-            host.core.dialled(other.id, self._moment(host), error="nobody answers")
+            host.core.dialled(other.id, self.moment(host), error="nobody answers")
             self._pump(host)
 
     def _disconnect(self, host: Host, other: Host) -> None:
@@ -238,7 +247,7 @@ class World:
     def _close(self, host: Host, other: Host) -> None:
         if host.is_up and other.id in host.connections:
             host.connections.discard(other.id)
-            host.core.connection_closed(other.id, self._moment(host))
+            host.core.connection_closed(other.id, self.moment(host))
             self._pump(host)
 
     def _ask(self, host: Host, ask: Ask) -> None:
@@ -251,7 +260,7 @@ class World:
         if not self._can_talk(host, other) or host.id not in other.connections:
             return
         other.bytes_received += len(ask.request) + OVERHEAD_BYTES
-        answer = other.core.asked(host.id, ask.request, self._moment(other))
+        answer = other.core.asked(host.id, ask.request, self.moment(other))
         self._count(other, 1, len(answer))
         self._at(self._latency(host, other) + 0.005, self._deliver, host, other, ask, answer)
         self._pump(other)
@@ -259,12 +268,12 @@ class World:
     def _deliver(self, host: Host, other: Host, ask: Ask, answer: bytes) -> None:
         if self._can_talk(host, other) and other.id in host.connections:
             host.bytes_received += len(answer) + OVERHEAD_BYTES
-            host.core.answered(ask.token, answer, self._moment(host))
+            host.core.answered(ask.token, answer, self.moment(host))
             self._pump(host)
 
     def _give_up(self, host: Host, ask: Ask) -> None:
         if host.is_up:  # of no effect when the answer has come
-            host.core.not_answered(ask.token, Silence.TIMEOUT, "silent", self._moment(host))
+            host.core.not_answered(ask.token, Silence.TIMEOUT, "silent", self.moment(host))
             self._pump(host)
 
     def _can_talk(self, host: Host, other: Host) -> bool:
@@ -281,7 +290,7 @@ class World:
 
     def _record(self, host: Host) -> bytes:
         host.sequence += 1
-        issued_at = self._moment(host).unix_s
+        issued_at = self.moment(host).unix_s
         shard = ShardRecord(host.model_id or MODEL, "some-model-instruct", 0, 10, 30, "f16r32", 0.003, 4096)
         record = NodeRecord(
             version=PROTOCOL_VERSION,
@@ -337,9 +346,23 @@ def grown(seed: int, num_hosts: int, *, over_s: float, num_bootstraps: int = 3) 
     return world
 
 
-def idle_cost(num_hosts: int, *, seed: int = 1, settle_s: float = 60.0, measure_s: float = 60.0) -> IdleCost:
-    """Grows a swarm, lets it settle, and measures what an idle node costs. 10,000 hosts take some minutes of CPU."""
-    world = grown(seed, num_hosts, over_s=max(30.0, num_hosts / 50))
+def started_at_once(seed: int, num_hosts: int, *, over_s: float = 10.0, full_view: int = FULL_VIEW) -> World:
+    """A swarm whose hosts start within some seconds, each naming a few of those that are there already, by chance."""
+    world = World(seed, full_view=full_view)
+    for number in range(num_hosts):
+        world.run(over_s / num_hosts)
+        world.add(named=world.chance.sample(world.up(), min(number, 4)))
+    return world
+
+
+def idle_cost(
+    num_hosts: int, *, seed: int = 1, settle_s: float = 80.0, measure_s: float = 40.0, full_view: int = FULL_VIEW
+) -> IdleCost:
+    """Starts a swarm, lets it settle, and measures what an idle node costs.
+
+    10,000 hosts take about five minutes of CPU and 3 GiB.
+    """
+    world = started_at_once(seed, num_hosts, full_view=full_view)
     world.run(settle_s)
     for host in world.up():
         host.num_sent = host.bytes_sent = host.bytes_received = 0
@@ -347,7 +370,7 @@ def idle_cost(num_hosts: int, *, seed: int = 1, settle_s: float = 60.0, measure_
     hosts = world.up()
     sent = sorted(host.bytes_sent / measure_s for host in hosts)
     messages = sorted(host.num_sent / measure_s for host in hosts)
-    estimates = [host.core.num_nodes_estimated(world._moment(host)) for host in hosts[:: max(1, len(hosts) // 100)]]
+    estimates = [host.core.num_nodes_estimated(world.moment(host)) for host in hosts[:: max(1, len(hosts) // 100)]]
     return IdleCost(
         num_hosts=num_hosts,
         sent_Bps_mean=statistics.fmean(sent),
