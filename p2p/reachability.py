@@ -116,7 +116,16 @@ class Reachability:
     @property
     def mapping(self) -> PortMapping | None:
         """What the router was asked for, and said; None when it was not asked."""
-        return None if self._mapper is None else self._mapper.state
+        if self._mapper is None:
+            return None
+        state, seen = self._mapper.state, self.verdict().seen_hosts
+        if state.is_mapped and not state.problem and seen and state.external_host not in seen:
+            problem = (
+                f"the router says that its address is {state.external_host}, and peers see {', '.join(seen)}: "
+                "there is another router, or the provider's NAT, behind it"
+            )
+            return replace(state, problem=problem)
+        return state
 
     def announced(self, plane: Plane) -> list[tuple[str, int]]:
         """Host and port of what the swarm may be told, best first."""

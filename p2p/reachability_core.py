@@ -86,7 +86,8 @@ RETRY_MAX_S = 600.0
 """After a failure, doubling: an operator who has just opened a port sees it soon."""
 
 QUIET_S = 15.0
-"""For a peer that did not answer or was busy. An old version never answers, and costs 4 small requests a minute."""
+QUIET_MAX_S = 600.0
+"""For a peer that did not answer or was busy, doubling as long as it does not answer: an old version never does."""
 
 UNSEEN_FOR_S = 60.0
 """How long an address that peers saw is kept when all of them see another."""
@@ -154,6 +155,7 @@ class _Peer:
     """The nonces of a request that is not yet answered."""
     asked_at: deque[float] = field(default_factory=lambda: deque(maxlen=ASKS_PER_WINDOW))
     quiet_until: float = float("-inf")
+    quiet_s: float = QUIET_S
 
     def free_at(self) -> float:
         full = len(self.asked_at) == ASKS_PER_WINDOW
@@ -246,6 +248,7 @@ class ReachabilityCore:
         if known is None or known.under_way is None:
             return
         nonces, known.under_way = known.under_way, None
+        known.quiet_s = QUIET_S
         if observation is not None and ip_of(observation.seen_host) is not None:
             known.observation = observation
         # A peer that leaves some out has not done what it was asked.
@@ -261,7 +264,8 @@ class ReachabilityCore:
         if known is None or known.under_way is None:
             return
         nonces, known.under_way = known.under_way, None
-        known.quiet_until = now + QUIET_S
+        known.quiet_until = now + known.quiet_s
+        known.quiet_s = min(2 * known.quiet_s, QUIET_MAX_S)
         self._postpone(nonces, peer)
         self._judge_all(now)
 

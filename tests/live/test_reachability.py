@@ -7,10 +7,13 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import msgspec
 import pytest
 
+from fusion_node.client.connection import SwarmConnection
+from fusion_node.store import StoredModel
 from fusion_node.types import PeerId
 from p2p.addresses import is_loopback
 from p2p.dial_back import PROTOCOL_ID, VERSION, DialBackAnswer, DialBackRequest
@@ -21,6 +24,7 @@ from p2p.reachability_verdict import AddressState, NatClass, Outcome, Overall, P
 from p2p.seam import Link
 from p2p.swarm_key import SwarmKey
 from p2p.websocket import WebSocketNetwork, split_address
+from tests.live.swarm_process import node_processes
 
 pytestmark = pytest.mark.live
 
@@ -221,3 +225,22 @@ async def test_neighbour_process_that_came_over_loopback_confirms_this_machines_
     await start(f"/ip4/{HERE}/tcp/{port}/p2p/{peer}", listen=None, treats_loopback_as_network=False)
     await node.until(lambda: node.has(AddressState.CONFIRMED, num=2 * len(own)))
     assert node.announced() == {Plane.CONTROL: own, Plane.DATA: own}
+
+
+@pytest.mark.skipif(all(map(is_loopback, dialable_hosts(EVERYWHERE))), reason="no network but loopback")
+async def test_node_process_on_all_addresses_is_found_with_those_that_its_first_user_has_dialled(
+    test_home: Path, builtin_model: StoredModel, tmp_path: Path
+) -> None:
+    own = dialable_hosts(EVERYWHERE)
+    with node_processes(test_home, tmp_path) as nodes:
+        await asyncio.to_thread(nodes.start, "0:1", options=("--listen", f"{EVERYWHERE}:0", "--no-upnp"))
+        (node,) = nodes.current
+        assert [split_address(address)[0] for address in node.ready["data"]] == own
+        # Over loopback, as a user of this machine may, at an address that the node itself would not tell.
+        _, _, _, _, port, _, peer = node.addresses[0].split("/")
+        async with SwarmConnection([f"/ip4/{HERE}/tcp/{port}/p2p/{peer}"], mdns=False, dialled_back_s=LIMIT_S) as user:
+            (record,) = await user.find(builtin_model.model_id)
+            assert [split_address(address)[0] for address in record.data_addresses] == own
+            (measured,) = await user.measure([record])
+            assert measured.problem == ""
+        assert node.events("can be dialled at")
