@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import libp2p.io.trio as io_trio
+import libp2p.stream_muxer.muxer_multistream as muxer_multistream
 import libp2p.stream_muxer.yamux.yamux as yamux
 import libp2p.transport.tcp.tcp as tcp
 import trio
@@ -103,6 +104,7 @@ class BufferedTCPStream(io_trio.TrioTCPStream):  # type: ignore[misc]
         return self._ahead and await self.read(n)
 
 
+rebind("Yamux", BoundedYamux, muxer_multistream)  # it makes its own, whatever class a host is given
 rebind("YamuxStream", BoundedStream, yamux)
 rebind("MAX_WINDOW_SIZE", WINDOW_BYTES, yamux)  # also the largest frame that is accepted
 rebind("MAX_MESSAGE_SIZE", MAX_FRAME_BYTES, yamux)

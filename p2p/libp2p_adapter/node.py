@@ -21,8 +21,9 @@ from p2p.control import (
     RelayCounts,
 )
 from p2p.libp2p_adapter.circuits import Circuits
-from p2p.libp2p_adapter.connections import best_first, close_quietly, path_of, refuses
+from p2p.libp2p_adapter.connections import best_first, close_quietly, path_of, refuses, relay_of
 from p2p.libp2p_adapter.dialing import Dialer
+from p2p.libp2p_adapter.gossip import Gossip
 from p2p.libp2p_adapter.hole_punching import HolePuncher
 from p2p.libp2p_adapter.kademlia import Dht
 from p2p.libp2p_adapter.messages import translated
@@ -30,10 +31,14 @@ from p2p.libp2p_adapter.multiaddrs import multiaddr_of, parts_of
 from p2p.libp2p_adapter.reached import bring_nonce, ends_of_connection, probe
 from p2p.libp2p_adapter.relay import Relay
 from p2p.libp2p_adapter.requests import Requests
+from p2p.libp2p_adapter.streams import PROTOCOL as DATA_PROTOCOL
 from p2p.libp2p_adapter.streams import Streams
 from p2p.reachability_verdict import Observation, Outcome
 from p2p.seam import Gate, PathKind
 from p2p.stream_pipe import StreamPipe
+
+RELAYED_GRACE_S = 30.0
+"""From a direct connection to the end of the relayed ones (libp2p specs, relay/DCUtR.md: a grace period)."""
 
 
 class Libp2pNode:
@@ -41,6 +46,7 @@ class Libp2pNode:
 
     def __init__(self, host: Any, dht: Any, config: HostConfig, hooks: HostHooks, tasks: trio.Nursery) -> None:
         self._host = host
+        self._tasks = tasks
         self._relay = None if config.relay is None else Relay(host, config.relay)
         self._holes = HolePuncher(host, tasks)
         self._circuits = Circuits(host, on_relay_lost=hooks.on_relay_lost, on_circuit=self._holes.start)
@@ -50,6 +56,24 @@ class Libp2pNode:
         self._requests = Requests(host, config.protocols, hooks.on_request, hooks.gate)
         self._streams = Streams(host, self._dialer, tasks, hooks.on_stream)
         self._streams.accept(config.accepts_streams)
+        self.topic: Gossip | None = None
+
+    def became_direct(self, their_id: ID) -> None:
+        """Told when there is a direct connection with a peer besides relayed ones."""
+        self._tasks.start_soon(self._retire_relayed, their_id)
+
+    async def _retire_relayed(self, their_id: ID) -> None:
+        """Closes relayed connections that a direct one has replaced, so that they take no relay's time."""
+        while True:
+            await trio.sleep(RELAYED_GRACE_S)
+            connections = self._host.get_network().get_connections(their_id)
+            relayed = [each for each in connections if relay_of(each) is not None]
+            if not relayed or len(relayed) == len(connections):
+                return
+            for connection in relayed:
+                # A link moves over when it finds time to.
+                if not any(stream.get_protocol() == DATA_PROTOCOL for stream in connection.get_streams()):
+                    await close_quietly(connection)
 
     def connection_gone(self, their_id: ID) -> None:
         """Told of every connection that has ended."""
@@ -117,6 +141,11 @@ class Libp2pNode:
     async def get_value(self, key: str) -> bytes | None:
         return await self._dht.get_value(key)
 
+    async def gossip(self, record: bytes) -> None:
+        if self.topic is not None:
+            with translated("the topic"):
+                await self.topic.publish(record)
+
     async def provide(self, key: bytes) -> None:
         await self._dht.provide(key)
 
@@ -129,6 +158,7 @@ class Connections(INotifee):  # type: ignore[misc]
 
     Attributes:
         on_gone: called with the peer of every connection that has ended.
+        on_direct: called with a peer to which there is a direct connection now besides relayed ones.
         on_refused: called with every connection that the gate refuses, of which nobody else is told.
     """
 
@@ -144,6 +174,7 @@ class Connections(INotifee):  # type: ignore[misc]
         self._on_path = on_path
         self._paths: dict[ID, PathKind] = {}
         self.on_gone: Callable[[ID], None] = lambda their_id: None
+        self.on_direct: Callable[[ID], None] = lambda their_id: None
 
     async def connected(self, network: Any, conn: Any) -> None:
         their_id = conn.muxed_conn.peer_id
@@ -178,3 +209,5 @@ class Connections(INotifee):  # type: ignore[misc]
             self._paths[their_id] = now = path_of(usable[0])
             if before is not None and before is not now:
                 self._on_path(PeerId(their_id.to_base58()), now)
+                if now is PathKind.STREAM and len(usable) > 1:
+                    self.on_direct(their_id)

@@ -13,6 +13,7 @@ from libp2p.tools.anyio_service import background_trio_service
 from fusion_node.errors import AddressInUse
 from p2p.control import HostConfig, HostHooks
 from p2p.libp2p_adapter.connections import close_quietly
+from p2p.libp2p_adapter.gossip import running_gossip
 from p2p.libp2p_adapter.hardening import MAX_CONNECTIONS, make_host
 from p2p.libp2p_adapter.inbound import Inbound
 from p2p.libp2p_adapter.kademlia import make_dht
@@ -100,8 +101,13 @@ async def _running_node(config: HostConfig, hooks: HostHooks) -> AsyncIterator[L
             try:
                 node = Libp2pNode(host, dht, config, hooks, tasks)
                 connections.on_gone = node.connection_gone
+                connections.on_direct = node.became_direct
                 connections.on_refused = lambda connection: tasks.start_soon(close_quietly, connection)
-                yield node
+                if config.gossip:
+                    async with running_gossip(host, hooks.on_gossip) as node.topic:
+                        yield node
+                else:
+                    yield node
             finally:
                 tasks.cancel_scope.cancel()
                 # It leaves connections to the garbage collector, and the peers in doubt.
