@@ -100,6 +100,8 @@ class HostConfig:
     """What is carried for others; None carries nothing."""
     accepts_streams: bool = False
     """Whether streams for the data plane are accepted from the start; see ControlNode.accept_streams."""
+    gossip: bool = False
+    """Whether records are passed on by GossipSub; see ControlNode.gossip."""
 
 
 Answer: TypeAlias = Callable[[bytes | None], None]
@@ -124,6 +126,8 @@ class HostHooks:
     """The best connection with a peer is now of this kind, and was of another one."""
     gate: Gate = field(default_factory=OpenGate)
     """Who may connect and ask. Asked in the host's thread."""
+    on_gossip: Callable[[PeerId, bytes], bool] = lambda forwarder, record: False
+    """A peer has forwarded a record; whether it is taken, and may be passed on."""
     on_relay_lost: Callable[[PeerId], None] = lambda peer: None
     """A relay at which this host has a reservation has gone."""
 
@@ -223,6 +227,10 @@ class ControlNode(Protocol):
 
     async def get_value(self, key: str) -> bytes | None:
         """The newest valid value that the network holds; never a copy from an earlier look-up."""
+        ...
+
+    async def gossip(self, record: bytes) -> None:
+        """Publishes a record on the topic; of no effect when HostConfig.gossip is off."""
         ...
 
     async def provide(self, key: bytes) -> None: ...

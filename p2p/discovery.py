@@ -117,6 +117,7 @@ class DiscoveryConfig:
         announce: ``HOST:PORT`` under which the listener can also be dialled, as behind a router that forwards a port.
         serve: whether to store and answer for others in the DHT: nodes do, users do not.
         peer_book: the file of known peers; None keeps them for as long as the process lives.
+        gossip: whether records are published on a topic, beside pushes and pulls. Off: see docs/protocol-network.md.
         upnp: whether to ask the router to forward the ports; without effect when listening on loopback.
     """
 
@@ -126,6 +127,7 @@ class DiscoveryConfig:
     serve: bool
     announce: tuple[str, ...] = ()
     peer_book: Path | None = None
+    gossip: bool = False
     upnp: bool = False
 
 
@@ -582,6 +584,7 @@ class Discovery:
             exchange=self._exchange,
             chance=self._chance,
             protected=self._protected,
+            gossip=self._config.gossip,
         )
 
     def _pump(self) -> None:
@@ -610,7 +613,7 @@ class Discovery:
                 case Notice():
                     log.log(logging.WARNING if command.is_warning else logging.INFO, "%s", command.text)
                 case Gossip():
-                    pass
+                    self._spawn(self._publish_on_topic(command))
         (self._met.set if self._core.has_met else self._met.clear)()
         if self._timer is not None:
             self._timer.cancel()
@@ -706,6 +709,23 @@ class Discovery:
             self._core.published(self._moment(), is_done=is_done)
             self._pump()
 
+    async def _publish_on_topic(self, command: Gossip) -> None:
+        try:
+            await self._bridge.call(lambda node: node.gossip(command.envelope))
+        except FusionError as error:
+            log.debug("the record was not published on the topic: %s", error)
+
+    def _on_gossip(self, forwarder: PeerId, record: bytes) -> bool:
+        """In the host's thread: what is not valid is not passed on."""
+        if isinstance(open_record(record, now=self._now()), Refusal):
+            return False
+        self._post(self._take_gossip, forwarder, record)
+        return True
+
+    def _take_gossip(self, forwarder: PeerId, record: bytes) -> None:
+        self._core.gossiped(forwarder, record, self._moment())
+        self._pump()
+
     async def _save_book(self) -> None:
         book, path = self._core.book, self._config.peer_book
         if path is not None and book.is_changed:
@@ -765,6 +785,7 @@ class Discovery:
             swarm_key=self._swarm_key,
             relay=self._relay,
             accepts_streams=self.on_stream is not None,
+            gossip=self._config.gossip,
         )
         hooks = HostHooks(
             self._sequence_of,
@@ -772,6 +793,7 @@ class Discovery:
             self._on_connection,
             on_stream=lambda stream: self._post(self._take_stream, stream),
             on_path=lambda peer, path: self._post(_tell, self.on_path, peer, path),
+            on_gossip=self._on_gossip,
             on_relay_lost=lambda relay: self._post(_tell, self.on_relay_lost, relay),
             on_reached=lambda nonce, at: self._post(self.reachability.reached, Plane.CONTROL, nonce, at),
             gate=self._gate,

@@ -79,6 +79,8 @@ class FakeHost:
 
     async def provide(self, key: bytes) -> None: ...
 
+    async def gossip(self, record: bytes) -> None: ...
+
     async def find_providers(self, key: bytes) -> list[FoundPeer]:
         return []
 
