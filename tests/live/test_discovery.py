@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
+import stat
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
 from fusion_node.errors import AddressInUse, ConfigError, NoPeers, PeerError
-from fusion_node.types import ModelId, PeerId
+from fusion_node.types import ModelId, PeerId, UnixS
 from fusion_node.wire import WireError
 from p2p.addresses import dialable_hosts, is_loopback
 from p2p.control import ControlNode, ControlPlaneDown
 from p2p.discovery import Discovery, DiscoveryConfig, RequestProtocol, provider_key, record_key
-from p2p.identity import Identity
+from p2p.identity import Identity, short
 from p2p.libp2p_adapter.node import Libp2pNode
 from p2p.libp2p_adapter.requests import MAX_REQUESTS_AT_ONCE, REQUEST_TIMEOUT_S
+from p2p.peer_book import path_of
 from p2p.record_exchange import MAX_ANSWER_BYTES, PROTOCOL_ID, ExchangeRequest
 from p2p.records import NodeRecord, Refusal, ShardRecord, sign_record
 from p2p.swarm_key import SwarmKey
@@ -92,11 +96,13 @@ async def start() -> AsyncIterator[Start]:
             serve: bool = True,
             announced: bool | None = None,
             kind: type[Discovery] = Discovery,
+            gossip: bool = False,
             **options: Any,
         ) -> Peer:
             identity = Identity.generate()
             listen = ("127.0.0.1:0",) if serve else ()
-            discovery = kind(identity, DiscoveryConfig(listen, bootstrap, mdns=False, serve=serve), **options)
+            config = DiscoveryConfig(listen, bootstrap, mdns=False, serve=serve, gossip=gossip)
+            discovery = kind(identity, config, **options)
             await discovery.start()
             stack.push_async_callback(discovery.aclose)
             peer = Peer(discovery, identity)
@@ -366,6 +372,73 @@ async def test_bootstrap_that_is_down_is_tried_until_it_appears(start: Start) ->
         await user.discovery.wait_for_peer(LIMIT_S)
     finally:
         await late.aclose()
+
+
+async def test_node_starts_while_all_its_bootstraps_are_down_and_says_so(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    dead = [f"/ip4/127.0.0.1/tcp/{_free_port()}/p2p/{Identity.generate().peer_id}" for _ in range(2)]
+    with caplog.at_level(logging.WARNING, logger="p2p.discovery"):
+        node = await start(*dead)
+        assert await node.found() == {node.id}
+
+        async def is_told() -> bool:
+            return all(short(address.rpartition("/")[2]) in caplog.text for address in dead)
+
+        await _until(is_told)
+    # Others enter by it all the same.
+    user = await start(node.discovery.addresses[0], serve=False)
+    assert await user.found() == {node.id}
+
+
+async def test_pull_brings_only_what_is_missing(start: Start) -> None:
+    first = await start()
+    second = await start(first.discovery.addresses[0])
+    await _until_found(second, [first, second])
+    request = second.discovery._exchange.request(None, limit=256, now=UnixS(time.time()))
+    answer = await second.discovery.request(first.id, PROTOCOL_ID, request, limit_bytes=MAX_ANSWER_BYTES)
+    assert len(answer) < 100
+    nothing = await second.discovery.request(first.id, PROTOCOL_ID, PULL, limit_bytes=MAX_ANSWER_BYTES)
+    assert len(nothing) > 500
+
+
+@pytest.mark.skipif(all(map(is_loopback, dialable_hosts("0.0.0.0"))), reason="no network but loopback")  # noqa: S104
+async def test_who_has_been_in_the_swarm_finds_back_without_an_address(tmp_path: Path) -> None:
+    book = path_of(tmp_path, "public")
+    node = Discovery(Identity.generate(), DiscoveryConfig(("0.0.0.0:0",), (), mdns=False, serve=True))
+    await node.start()
+    port = (await node._bridge.call(lambda host: host.listening()))[0][1]
+    address = f"/ip4/{dialable_hosts('0.0.0.0')[0]}/tcp/{port}/p2p/{node._identity.peer_id}"  # noqa: S104
+    try:
+        for named in ((address,), ()):
+            user = Discovery(Identity.generate(), DiscoveryConfig((), named, mdns=False, serve=False, peer_book=book))
+            await user.start()
+            await user.wait_for_peer(LIMIT_S)
+            await user.aclose()
+        assert address in book.read_text()
+        assert stat.S_IMODE(book.stat().st_mode) == 0o600
+    finally:
+        await node.aclose()
+
+
+async def test_record_published_on_the_topic_reaches_the_others_and_a_forged_one_nobody(start: Start) -> None:
+    first = await start(gossip=True)
+    nodes = [first, *[await start(first.discovery.addresses[0], gossip=True) for _ in range(2)]]
+    for node in nodes:
+        await _until_found(node, nodes)
+    speaker, hearers = nodes[1], (nodes[0], nodes[2])
+    stranger = Peer(speaker.discovery, Identity.generate())
+    forged = stranger.record(signer=speaker.identity)
+
+    async def is_heard() -> bool:
+        # Again and again: a mesh takes some heartbeats to form.
+        for record in (forged, speaker.record()):
+            await speaker.discovery.call(lambda host, r=record: host.gossip(r))
+        known = [hearer.discovery.table.record_of(speaker.id, now=UnixS(time.time())) for hearer in hearers]
+        return all(record is not None and record.sequence > 1 for record in known)
+
+    await _until(is_heard)
+    assert all(hearer.discovery.table.record_of(stranger.id, now=UnixS(time.time())) is None for hearer in hearers)
 
 
 async def test_peer_with_another_key_at_the_address_is_not_met(start: Start) -> None:
