@@ -294,7 +294,10 @@ class Discovery:
     @property
     def addresses(self) -> list[str]:
         extra = [address for provider in self.extra_addresses for address in provider()]
-        return [*map(str, self._own_addresses(self.reachability.best_known(Plane.CONTROL))), *map(str, extra)]
+        announced = self._own_addresses(self.reachability.announced(Plane.CONTROL))
+        best_known = self._own_addresses(self.reachability.best_known(Plane.CONTROL))
+        # A relay's circuit is better than a guess, and an invite has room for few.
+        return [str(address) for address in dict.fromkeys([*announced, *extra, *best_known])]
 
     @property
     def announced_addresses(self) -> list[str]:

@@ -132,9 +132,9 @@ class Reachability:
         return [(each.host, each.port) for each in self._core.announced() if each.plane is plane]
 
     def best_known(self, plane: Plane) -> list[tuple[str, int]]:
-        """For people and for this machine: what is confirmed, or else whatever has not failed."""
+        """For people and for this machine: what is confirmed, or else what has not failed, or whatever there is."""
         found = self.announced(plane)
-        candidates = [(each.host, each.port) for each in self._core.candidates() if each.plane is plane]
+        candidates = [(each.host, each.port) for each in self._core.candidates(plane)]
         return found if self._is_confirmed(plane) else [*found, *(each for each in candidates if each not in found)]
 
     def _is_confirmed(self, plane: Plane) -> bool:

@@ -344,9 +344,11 @@ class ReachabilityCore:
         """What the swarm is told, best first: what is confirmed, and what the operator says."""
         return [each.address for each in self._by_preference() if _is_announced(each)]
 
-    def candidates(self) -> list[Address]:
-        """What might be dialled, best first: for people, as long as nobody was there to ask."""
-        return [each.address for each in self._by_preference() if each.state is not AddressState.FAILED]
+    def candidates(self, plane: Plane) -> list[Address]:
+        """What might be dialled, best first: what has not failed, or else whatever there is. For people."""
+        found = [each for each in self._by_preference() if each.address.plane is plane]
+        hopeful = [each for each in found if each.state is not AddressState.FAILED]
+        return [each.address for each in hopeful or found]
 
     def verdict(self, now: float) -> Verdict:
         """All that is known."""

@@ -159,7 +159,8 @@ def test_three_peers_confirm_both_planes() -> None:
 def test_nothing_is_announced_while_nobody_was_there_to_ask() -> None:
     node = Node()
     assert node.core.announced() == []
-    assert node.core.candidates() == [control(), data()]
+    assert node.core.candidates(Plane.CONTROL) == [control()]
+    assert node.core.candidates(Plane.DATA) == [data()]
     assert node.overall is Overall.UNKNOWN
 
 
@@ -218,6 +219,16 @@ def test_address_that_cannot_be_dialled_fails_and_is_tried_ever_less_often() -> 
     node.dialable.add(control())
     node.pass_time(600.0)
     assert node.core.announced() == [control()]
+
+
+def test_people_are_told_of_some_address_even_when_all_have_failed() -> None:
+    node = Node(dialable=set())
+    node.set_candidates({control(): Source.INTERFACE, control("198.18.0.8"): Source.INTERFACE})
+    node.meet(Peer(), Peer(), Peer())
+    assert node.core.candidates(Plane.CONTROL) == [control("198.18.0.8")]  # from where nobody sees it, nobody has tried
+    node.set_candidates({control(): Source.INTERFACE})
+    assert node.state(control()) is AddressState.FAILED
+    assert node.core.candidates(Plane.CONTROL) == [control()]
 
 
 def test_nonce_counts_once_for_its_plane_at_its_address_and_in_time() -> None:

@@ -15,7 +15,7 @@ import pytest
 from fusion_node.client.connection import SwarmConnection
 from fusion_node.store import StoredModel
 from fusion_node.types import PeerId
-from p2p.addresses import is_loopback
+from p2p.addresses import PeerAddress, is_loopback
 from p2p.dial_back import PROTOCOL_ID, VERSION, DialBackAnswer, DialBackRequest
 from p2p.discovery import Discovery, DiscoveryConfig, RequestProtocol
 from p2p.identity import Identity
@@ -187,6 +187,19 @@ async def test_operators_word_is_announced_beside_what_is_confirmed(start: Start
     node = await start(announce=("node.example.org:7000",))
     assert [address.split("/")[2] for address in node.discovery.announced_addresses] == ["node.example.org"]
     assert node.reachability.announced(Plane.DATA) == [("node.example.org", 7001)]
+
+
+async def test_circuit_of_a_relay_comes_before_what_nobody_has_dialled(start: Start) -> None:
+    node = await start()
+    relay = Identity.generate().peer_id
+    circuit = PeerAddress.of("203.0.113.1", 4600, node.id, via=relay)
+    node.discovery.extra_addresses.append(lambda: [circuit])
+    assert node.discovery.announced_addresses == [str(circuit)]
+    assert [PeerAddress.parse(address).host for address in node.discovery.addresses] == ["203.0.113.1", HERE]
+    await start(node.discovery.addresses[1], listen=None)
+    await node.until(lambda: node.has(AddressState.CONFIRMED))
+    assert [PeerAddress.parse(address).host for address in node.discovery.addresses] == [HERE, "203.0.113.1"]
+    assert node.discovery.announced_addresses == node.discovery.addresses
 
 
 async def test_listener_on_loopback_is_announced_without_asking(start: Start) -> None:
