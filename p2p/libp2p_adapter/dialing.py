@@ -10,6 +10,7 @@ import multiaddr
 import trio
 from libp2p.network.exceptions import SwarmException
 from libp2p.peer.id import ID
+from libp2p.transport.exceptions import SecurityUpgradeFailure
 
 from fusion_node.types import PeerId
 from p2p.addresses import PeerAddress
@@ -120,7 +121,7 @@ class Dialer:
         self._check_allowed(their_id, "")
         self._dialing[their_id] = over = trio.Event()
         try:
-            await self._dial_staggered(their_id, addresses)
+            hung_up = await self._dial_staggered(their_id, addresses)
         finally:
             del self._dialing[their_id]
             over.set()
@@ -128,7 +129,7 @@ class Dialer:
             if len(self._unreachable_until) > MAX_REMEMBERED:
                 self._unreachable_until.clear()
             self._unreachable_until[their_id] = trio.current_time() + UNREACHABLE_S
-            raise SwarmException(f"none of its {len(addresses)} addresses answers{self._why_not()}")
+            raise SwarmException(self._why_not() if hung_up else f"none of its {len(addresses)} addresses answers")
         self._unreachable_until.pop(their_id, None)
         self._host.get_peerstore().add_addrs(their_id, list(addresses), 3600)
 
@@ -139,12 +140,15 @@ class Dialer:
 
     def _why_not(self) -> str:
         # Who has another key is told nothing, so nobody can say more than this.
-        if self._swarm.psk is None:
-            return ": it belongs to a private swarm, whose key is needed, or is not there"
-        return ": it belongs to another swarm than the one of this key, or is not there"
+        swarm = "a private swarm, whose key is needed" if self._swarm.psk is None else "another swarm than this key's"
+        return f"whoever is at its address hangs up: it belongs to {swarm}, or somebody else is there now"
 
-    async def _dial_staggered(self, their_id: ID, addresses: Sequence[multiaddr.Multiaddr]) -> None:
-        """Those through relays only after DIRECT_ALONE_S, or when all direct ones have failed."""
+    async def _dial_staggered(self, their_id: ID, addresses: Sequence[multiaddr.Multiaddr]) -> bool:
+        """Those through relays only after DIRECT_ALONE_S, or when all direct ones have failed.
+
+        Returns whether a connection was made that the other side, or the proof of its identity, ended.
+        """
+        hung_up = False
         ordered = sorted(addresses, key=is_circuit)
         with trio.move_on_after(DIAL_TIMEOUT_S + DIAL_STAGGER_S * len(addresses) + CIRCUIT_TIMEOUT_S):
             async with trio.open_nursery() as nursery:
@@ -154,10 +158,12 @@ class Dialer:
                     failed = trio.Event()
 
                     async def attempt(address: multiaddr.Multiaddr = address, failed: trio.Event = failed) -> None:
+                        nonlocal hung_up
                         try:
                             await self._dial_one(address, their_id)
                         except Exception as error:  # noqa: BLE001  # the library raises whatever its parts raise
                             log.debug("dialling %s failed: %r", address, error)
+                            hung_up |= isinstance(error.__cause__, SecurityUpgradeFailure)
                             failed.set()
                             if address in direct_left:
                                 direct_left.remove(address)
@@ -172,3 +178,4 @@ class Dialer:
                     nursery.start_soon(attempt)
                     with trio.move_on_after(DIAL_STAGGER_S):
                         await failed.wait()
+        return hung_up

@@ -150,7 +150,7 @@ async def test_a_stranger_is_refused_at_once_and_gets_not_one_byte(start: Start,
     loop = asyncio.get_running_loop()
     async with tap as port:
         began = loop.time()
-        with pytest.raises(PeerUnreachable, match=r"belongs to (a private|another) swarm"):
+        with pytest.raises(PeerUnreachable, match=r"hangs up: it belongs to (a private|another) swarm"):
             await stranger.connect(node, port)
         # It is hung up on: it need not wait for its own timeout.
         assert loop.time() - began < DIAL_TIMEOUT_S
@@ -161,9 +161,17 @@ async def test_a_stranger_is_refused_at_once_and_gets_not_one_byte(start: Start,
 
 async def test_a_member_that_dials_a_public_node_is_told(start: Start) -> None:
     node, member = await start(None), await start(KEY)
-    with pytest.raises(PeerUnreachable, match="belongs to another swarm than the one of this key, or is not there"):
+    with pytest.raises(PeerUnreachable, match="hangs up: it belongs to another swarm than this key's"):
         await member.connect(node, await node.port())
     assert node.connected == []
+
+
+async def test_nobody_at_an_address_is_not_taken_for_another_swarm(start: Start) -> None:
+    node, member = await start(KEY), await start(KEY)
+    port = await node.port()
+    await node.bridge.aclose()
+    with pytest.raises(PeerUnreachable, match=r"none of its 1 addresses answers$"):
+        await member.connect(node, port)
 
 
 @pytest.mark.parametrize(
