@@ -23,7 +23,7 @@ from libp2p.peer.peerstore import PeerStoreError
 from libp2p.records.validator import NamespacedValidator, Validator
 from libp2p.utils.varint import encode_uvarint, read_varint_prefixed_bytes_limited
 
-from fusion_node.errors import ConfigError, PeerError, RemoteProtocolError
+from fusion_node.errors import ConfigError, PeerClosed, PeerError, RemoteProtocolError
 from fusion_node.types import PeerId
 from p2p.addresses import PeerAddress
 from p2p.control import FoundPeer
@@ -177,7 +177,8 @@ class Dht:
                     answer = await self._query(their_id, key, kind, addresses.get(contact.peer, ()))
             except PeerError as error:
                 log.debug("%s did not answer in a look-up: %s", contact.peer, error)
-                self._dht.routing_table.remove_peer(their_id)
+                if not isinstance(error, PeerClosed):  # who refuses, because it is busy, is there
+                    self._dht.routing_table.remove_peer(their_id)
                 lookup.failed(contact.peer)
             else:
                 answers.append(answer)
