@@ -124,8 +124,13 @@ class PlanStage(msgspec.Struct, frozen=True, array_like=True):
 
 
 def dialled_at(place: NodeRecord | PlanStage) -> tuple[str, ...]:
-    """Where a node can be dialled for the data plane, best first: it is what LinkPool.connect takes."""
-    return (*place.data_addresses, *place.libp2p_addresses)
+    """Where a node can be dialled for the data plane, best first: it is what LinkPool.connect takes.
+
+    The last one stands for whichever libp2p connection there is by then: once it is a direct one, through a hole in a
+    NAT, a link that began at a relay finds it there.
+    """
+    existing = (f"/p2p/{place.peer}",) if place.libp2p_addresses else ()
+    return (*place.data_addresses, *place.libp2p_addresses, *existing)
 
 
 class Plan(msgspec.Struct, frozen=True, array_like=True):

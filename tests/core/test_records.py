@@ -24,6 +24,7 @@ from p2p.records import (
     Plan,
     RecordTable,
     Refusal,
+    dialled_at,
     open_plan,
     open_record,
     sign_plan,
@@ -338,3 +339,9 @@ def test_any_value_in_any_field_with_a_valid_signature_is_handled(kind: Any, whi
     body = msgspec.msgpack.encode(fields)
     envelope = msgspec.msgpack.encode(SignedEnvelope(body, identity.sign(domain, body)))
     assert isinstance(opened(envelope, now=later(1)), Refusal | NodeRecord | Plan)
+
+
+def test_a_node_behind_a_relay_is_also_dialled_over_whichever_connection_there_is() -> None:
+    behind = msgspec.structs.replace(RECORD, data_addresses=(), libp2p_addresses=("/circuit",))
+    assert dialled_at(behind) == ("/circuit", f"/p2p/{behind.peer}")
+    assert dialled_at(msgspec.structs.replace(behind, libp2p_addresses=())) == (), "which would be no address at all"
