@@ -2,7 +2,7 @@
 
 The library's transport for this prefers whatever circuit it has stored to the one that is asked for, dials the relay by
 its first address only, spins when a refresh fails, and marks every connection that comes in as relayed by ourselves
-(trap 28). Only its messages and its upgrade of a stream to a connection are used.
+(trap 32). Only its messages and its upgrade of a stream to a connection are used.
 
 A relay is not trusted: inside the circuit is a Noise handshake with the peer itself, as on every connection. It sees
 who talks with whom, when, and how much.

@@ -1,4 +1,4 @@
-"""Yamux as this program uses it: bounded memory per stream, and fewer bytes and calls per message (traps 25 to 27).
+"""Yamux as this program uses it: bounded memory per stream, and fewer bytes and calls per message (traps 33 to 35).
 
 The library lets every stream's window grow to 16 MiB, takes what a peer sends beyond it all the same, and answers every
 read with a window update. Here a stream that carries bulk gets one window of WINDOW_BYTES, renewed by halves, and one
@@ -75,7 +75,7 @@ class BoundedYamux(Yamux):  # type: ignore[misc]
     async def _write_frame(self, data: bytes) -> None:
         async with self._write_lock:
             # A frame that is cancelled between its encryption and the socket leaves a gap in the cipher's sequence, and
-            # ends the connection for everybody (trap 27).
+            # ends the connection for everybody (trap 35).
             with trio.CancelScope(deadline=trio.current_time() + WRITE_TIMEOUT_S, shield=True) as scope:
                 await self.secured_conn.write(data)
             if scope.cancelled_caught:

@@ -1,7 +1,7 @@
 """Long-lived streams that carry the messages of data-plane links, pumped to and from the event loop (p2p.stream_pipe).
 
 On the stream every message has its length in front, 16 bits, little-endian: a stream that is reset looks like one that
-was closed (trap 11), so an end anywhere but between two messages is an error.
+was closed (trap 11), so nothing is made of what comes before an end inside one.
 
 The library resets a stream whose window is full for five seconds (trap 4 of the measurements). Hence the reader here
 always reads, into a bounded queue. Only when that is full does it stop: an honest peer has no more than its credit on
@@ -20,6 +20,7 @@ from typing import Any
 
 import trio
 from libp2p.custom_types import TProtocol
+from libp2p.exceptions import ParseError
 from libp2p.peer.id import ID
 
 from fusion_node.errors import PeerClosed, PeerError
@@ -191,6 +192,8 @@ class _Pump:
             at = 0
             while len(buffer) - at >= LENGTH_BYTES:
                 stop = at + LENGTH_BYTES + int.from_bytes(buffer[at : at + LENGTH_BYTES], "little")
+                if stop == at + LENGTH_BYTES:
+                    raise ParseError("an empty message")
                 if stop > len(buffer):
                     break
                 pipe.incoming.append(bytes(buffer[at + LENGTH_BYTES : stop]))
