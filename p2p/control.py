@@ -169,7 +169,10 @@ class ControlNode(Protocol):
         """Connects, trying every address. Returns at once when connected already."""
         ...
 
-    async def disconnect(self, peer: PeerId) -> None: ...
+    async def disconnect(self, peer: PeerId, *, if_spare: bool = False) -> bool:
+        """Ends all connections with a peer. With ``if_spare`` only when nothing runs over them: no open stream, and no
+        reservation of a peer that this host relays for. Returns whether there is no connection any more."""
+        ...
 
     async def drop_refused(self) -> None:
         """Closes the connections with peers that the gate refuses by now."""

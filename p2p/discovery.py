@@ -679,12 +679,14 @@ class Discovery:
             self._pump()
 
     async def _disconnect(self, command: Disconnect) -> None:
-        log.info("peer %s is disconnected: %s", short(command.peer), command.why)
+        is_gone = False
         with contextlib.suppress(FusionError):
-            await self._bridge.call(lambda node: node.disconnect(command.peer))
-        # The host tells of it too, unless there was nothing left to disconnect.
-        self._core.connection_closed(command.peer, self._moment())
-        self._pump()
+            is_gone = await self._bridge.call(lambda node: node.disconnect(command.peer, if_spare=command.if_spare))
+        if is_gone:
+            log.info("peer %s is disconnected: %s", short(command.peer), command.why)
+            # The host tells of it too, unless there was nothing left to disconnect.
+            self._core.connection_closed(command.peer, self._moment())
+            self._pump()
 
     async def _join_dht(self, command: JoinDht) -> None:
         is_done = False

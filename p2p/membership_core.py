@@ -198,8 +198,11 @@ class Dial:
 
 @dataclass(frozen=True, slots=True)
 class Disconnect:
+    """End the connection; if it is only ``if_spare``, not when something else of this process runs over it."""
+
     peer: PeerId
     why: str
+    if_spare: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -737,9 +740,10 @@ class Membership:
         if self._is_publication_wanted:
             self._publish(now)
 
-    def _drop(self, peer: PeerId, why: str) -> None:
-        self._timers.clear((_Timer.BEAT, peer))
-        self._commands.append(Disconnect(peer, why))
+    def _drop(self, peer: PeerId, why: str, *, if_spare: bool = False) -> None:
+        if not if_spare:
+            self._timers.clear((_Timer.BEAT, peer))
+        self._commands.append(Disconnect(peer, why, if_spare))
 
     def _on_beat_due(self, peer: PeerId, now: Moment) -> None:
         connection = self._connections.get(peer)
@@ -857,7 +861,7 @@ class Membership:
             spare = [peer for peer, connection in self._connections.items() if self._is_spare(peer, connection, now)]
             places = [(peer, self._place(peer)) for peer in spare if not self._connections[peer].we_dialled]
             for peer in choose_to_drop(places, num_above, self._places(), self._chance):
-                self._drop(peer, "there are more connections than are needed")
+                self._drop(peer, "there are more connections than are needed", if_spare=True)
 
     def _on_shuffle_due(self, now: Moment) -> None:
         self._timers.set((_Timer.SHUFFLE, None), now.s + self._about(SHUFFLE_EVERY_S))
@@ -872,7 +876,7 @@ class Membership:
         for candidate in choose(self._candidates(now), 1, self._places(), self._chance):
             contact = self._contacts.setdefault(candidate.peer, _Contact(candidate.addresses))
             if self._dial(candidate.peer, contact, now):
-                self._drop(self._chance.choice(spare), "another peer takes its place")
+                self._drop(self._chance.choice(spare), "another peer takes its place", if_spare=True)
 
     def _on_reunite_due(self, now: Moment) -> None:
         self._timers.set((_Timer.REUNITE, None), now.s + self._about(REUNITE_EVERY_S))

@@ -23,6 +23,7 @@ from p2p.control import (
 from p2p.libp2p_adapter.circuits import Circuits
 from p2p.libp2p_adapter.connections import best_first, close_quietly, path_of, refuses, relay_of
 from p2p.libp2p_adapter.dialing import Dialer
+from p2p.libp2p_adapter.gossip import PROTOCOL as GOSSIP_PROTOCOL
 from p2p.libp2p_adapter.gossip import Gossip
 from p2p.libp2p_adapter.hole_punching import HolePuncher
 from p2p.libp2p_adapter.kademlia import Dht
@@ -88,9 +89,22 @@ class Libp2pNode:
         with translated(peer):
             await self._dialer.dial_now(ID.from_base58(peer), [multiaddr_of(address) for address in addresses])
 
-    async def disconnect(self, peer: PeerId) -> None:
+    async def disconnect(self, peer: PeerId, *, if_spare: bool = False) -> bool:
+        their_id = ID.from_base58(peer)
+        if if_spare and self._is_in_use(their_id):
+            return False
         with translated(peer), trio.move_on_after(1.0):
-            await self._host.disconnect(ID.from_base58(peer))
+            await self._host.disconnect(their_id)
+        return not self._host.get_network().get_connections(their_id)
+
+    def _is_in_use(self, their_id: ID) -> bool:
+        streams = [
+            stream
+            for connection in self._host.get_network().get_connections(their_id)
+            for stream in connection.get_streams()
+            if stream.get_protocol() != GOSSIP_PROTOCOL  # one is open with everybody
+        ]
+        return bool(streams) or (self._relay is not None and self._relay.leads_to(their_id))
 
     async def drop_refused(self) -> None:
         refused = [each for each in self._host.get_network().get_connections() if refuses(self._gate, each)]

@@ -71,6 +71,11 @@ class Relay:
         self._forget_expired()
         return RelayCounts(len(self._reservations), len(self._circuits), self._carried_bytes)
 
+    def leads_to(self, their_id: ID) -> bool:
+        """Whether this peer has a reservation."""
+        self._forget_expired()
+        return their_id in self._reservations
+
     def disconnected(self, their_id: ID) -> None:
         """A connection with this peer is gone. Without one, nobody can be led to it."""
         if not direct(self._swarm.get_connections(their_id)):

@@ -62,8 +62,9 @@ class FakeHost:
             raise PeerUnreachable(peer, f"cannot reach {peer}")
         self._hooks.on_connection(peer, True)
 
-    async def disconnect(self, peer: PeerId) -> None:
+    async def disconnect(self, peer: PeerId, *, if_spare: bool = False) -> bool:
         self._world.disconnected.append(peer)
+        return not if_spare
 
     async def request(self, peer: PeerId, protocol: str, request: bytes, *, limit_bytes: int) -> bytes:
         if self._world.refusal is not None:

@@ -299,6 +299,27 @@ async def test_peer_with_idle_request_streams_locks_nobody_out(start: Start) -> 
         assert await idling < REQUEST_TIMEOUT_S / 2
 
 
+async def test_connection_that_carries_something_is_not_given_up(start: Start) -> None:
+    node = await start()
+    other = await start(node.discovery.addresses[0])
+    await _until_found(other, [node, other])
+
+    async def open_stream(host: ControlNode) -> object:
+        from p2p.libp2p_adapter.dialing import ID
+
+        assert isinstance(host, Libp2pNode)
+        return await host._host.new_stream(ID.from_base58(node.id), [PROTOCOL_ID])
+
+    await other.discovery.call(open_stream)
+    assert not await node.discovery.call(lambda host: host.disconnect(other.id, if_spare=True))
+    assert node.discovery.connected == [other.id]
+
+    async def is_given_up() -> bool:  # the stream stays silent, and is reset after three seconds
+        return await node.discovery.call(lambda host: host.disconnect(other.id, if_spare=True))
+
+    await _until(is_given_up)
+
+
 async def test_many_requests_at_once_from_one_peer_are_all_answered(start: Start) -> None:
     node = await start()
     other = await start(node.discovery.addresses[0])
