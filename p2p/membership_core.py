@@ -635,8 +635,9 @@ class Membership:
     def found(self, peer: PeerId, addresses: Sequence[str], now: Moment) -> None:
         """A peer that the local network tells of."""
         if peer != self._own and peer not in self._connections and self._num_wanted() > 0:
-            contact = self._contacts.setdefault(peer, _Contact(tuple(addresses)))
-            contact.addresses = tuple(addresses)
+            contact = self._contacts.setdefault(peer, _Contact(()))
+            named = contact.addresses if contact.is_named else ()
+            contact.addresses = tuple(dict.fromkeys([*named, *addresses]))
             self._dial(peer, contact, now)
 
     def joined_dht(self, now: Moment, *, is_done: bool) -> None:
@@ -780,9 +781,11 @@ class Membership:
     def _become_lonely(self, now: Moment) -> None:
         self._note("no peer is connected any more; trying those that are known")
         self._timers.set_earlier((_Timer.LONELY, None), now.s + LONELY_AFTER_S)
-        for contact in self._contacts.values():
-            contact.not_before_s = min(contact.not_before_s, now.s + REDIAL_MAX_S)
+        for peer, contact in self._contacts.items():
+            contact.not_before_s = min(contact.not_before_s, now.s + self._about(REDIAL_FIRST_S))
             contact.num_failures = 0
+            if contact.is_named:
+                self._timers.set_earlier((_Timer.DIAL, peer), contact.not_before_s)
         self._timers.set_earlier((_Timer.BOOK, None), now.s + REDIAL_FIRST_S)
 
     def _on_lonely_due(self, now: Moment) -> None:

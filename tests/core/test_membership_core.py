@@ -449,6 +449,33 @@ def test_lost_connection_with_a_peer_named_by_the_user_is_sought_again() -> None
     assert dialled(driver) == {FIRST.peer_id}
 
 
+def test_peer_that_rested_long_is_tried_soon_when_nobody_else_is_left() -> None:
+    driver = Driver(FIRST, SECOND)
+    driver.wait(0.0)
+    for _ in range(12):  # SECOND answers, FIRST never does
+        for dial in driver.take(Dial):
+            error = "nobody is there" if dial.peer == FIRST.peer_id else None
+            driver.core.dialled(dial.peer, driver.moment, error=error)
+        driver.answer()
+        driver.wait(30.0)
+    driver.take(Dial)
+    driver.core.connection_closed(SECOND.peer_id, driver.moment)
+    driver.wait(2 * REDIAL_MAX_S)
+    assert FIRST.peer_id in dialled(driver)
+
+
+def test_address_on_the_local_network_is_tried_beside_those_that_the_user_named() -> None:
+    driver = Driver(FIRST)
+    driver.wait(0.0)
+    driver.take(Dial)
+    driver.core.dialled(FIRST.peer_id, driver.moment, error="nobody is there")
+    driver.core.found(FIRST.peer_id, [address_of(FIRST, "192.168.1.7")], driver.moment)
+    (dial,) = driver.take(Dial)
+    assert dial.addresses == (address_of(FIRST), address_of(FIRST, "192.168.1.7"))
+    driver.core.found(THIRD.peer_id, [address_of(THIRD, "192.168.1.8")], driver.moment)
+    assert [dial.addresses for dial in driver.take(Dial)] == [(address_of(THIRD, "192.168.1.8"),)]
+
+
 def test_host_that_went_down_is_entered_and_published_from_anew() -> None:
     driver = Driver(FIRST)
     driver.core.announce(record_of(US, 0.0), [MODEL], driver.moment)
