@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.report import Check, finish, parser, report
 
-MEASUREMENTS = ("links", "notice", "join", "idle")
+MEASUREMENTS = ("links", "notice", "join", "idle", "large")
 MODULES = {"notice": "detect"}
 
 
@@ -28,8 +28,8 @@ def main() -> int:
     """The command line."""
     options = parser(
         "network",
-        description="Links, compression, joining, idling, and how soon a lost peer is noticed. Quick: about 4 minutes "
-        "on 2 cores; full: about 12.",
+        description="Links, compression, joining, idling, and how soon a lost peer is noticed. Quick: about 5 minutes "
+        "on 2 cores; full: about 25.",
     )
     options.add_argument("--only", nargs="+", choices=MEASUREMENTS, default=[], help="measure these")
     arguments = options.parse_args()

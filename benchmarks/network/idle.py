@@ -97,6 +97,8 @@ async def _start(peer: str | None) -> tuple[asyncio.subprocess.Process, str]:
 
 
 async def _node(peer: str | None) -> None:
+    import structlog
+
     from fusion_node.types import ModelId
     from p2p.discovery import Discovery, DiscoveryConfig
     from p2p.identity import Identity
@@ -104,6 +106,8 @@ async def _node(peer: str | None) -> None:
     from p2p.records import PROTOCOL_VERSION, NodeRecord, ShardRecord, sign_record
     from p2p.websocket import WebSocketNetwork
 
+    # Standard output is for the address that the parent waits for.
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     us, model_id = Identity.generate(), ModelId("ab" * 32)
     config = DiscoveryConfig(listen=("127.0.0.1:0",), bootstrap=(peer,) if peer else (), mdns=False, serve=True)
     discovery = Discovery(us, config)
