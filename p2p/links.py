@@ -77,10 +77,39 @@ _OURS = (Ping, Pong, Goodbye)
 _log = structlog.get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class LinkView:
+    """One link as it is now, for people.
+
+    Attributes:
+        remote_address: of the other end, or of what stands before it; never evidence of anything.
+        round_trip_s: the best recent one; None before the first.
+        since_s: for how long there is the link.
+        heard_s: since anything came.
+        queued_bytes: sent here, and not yet taken by the transport.
+        num_resumed: how often it was lost and taken up again.
+    """
+
+    peer: PeerId
+    path: PathKind
+    remote_address: str
+    round_trip_s: float | None
+    since_s: float
+    heard_s: float
+    we_dialled: bool
+    bytes_in: int
+    bytes_out: int
+    frames_in: int
+    frames_out: int
+    queued_bytes: int
+    num_resumed: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class _PooledLink:
     link: Link
     heartbeat: Heartbeat
+    since: float
     seen_bytes_in: int = 0
     seen_bytes_out: int = 0
     reader: asyncio.Task[None] | None = None
@@ -246,6 +275,29 @@ class LinkPool:
         entries = self._links.get(peer)
         return entries[0].heartbeat.best_s() if entries else None
 
+    def links(self) -> list[LinkView]:
+        """All links, those of one peer together, the one that is sent on first."""
+        now = self._clock()
+        return [
+            LinkView(
+                peer=entry.link.peer,
+                path=entry.link.path,
+                remote_address=entry.link.remote_address,
+                round_trip_s=entry.heartbeat.best_s(),
+                since_s=now - entry.since,
+                # Only a tick tells the heartbeat of bytes: nothing is older here than that.
+                heard_s=now - entry.heartbeat.last_heard,
+                we_dialled=entry.address is not None,
+                bytes_in=entry.link.counters.bytes_in,
+                bytes_out=entry.link.counters.bytes_out,
+                frames_in=entry.link.counters.frames_in,
+                frames_out=entry.link.counters.frames_out,
+                queued_bytes=entry.link.queued_bytes,
+            )
+            for entries in self._links.values()
+            for entry in entries
+        ]
+
     @property
     def counters(self) -> Mapping[str, int]:
         """Frames and bytes in both directions since the start, links now, and refusals as ``refused_REASON``."""
@@ -405,7 +457,7 @@ class LinkPool:
     def _add(self, link: Link, address: str | None) -> _PooledLink:
         now = self._clock()
         heartbeat = Heartbeat(last_heard=now, last_sent=now, draw_number=partial(secrets.randbits, 32))
-        entry = _PooledLink(link, heartbeat, address=address, last_used=now)
+        entry = _PooledLink(link, heartbeat, now, address=address, last_used=now)
         self._links.setdefault(link.peer, []).append(entry)
         self._num_links += 1
         if self._ticker is None:

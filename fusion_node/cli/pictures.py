@@ -12,6 +12,7 @@ from fusion_node.client.overview import ModelView, NodeView
 from fusion_node.daemon.control import NodeState, Phase
 from fusion_node.wire import printable
 from p2p.identity import short
+from p2p.seam import PathKind
 from scheduler.planner import as_ranges
 
 MAX_CELLS = 64
@@ -55,6 +56,8 @@ def node_table(nodes: Sequence[NodeView]) -> Table:
     for node in nodes:
         # A ghost is listed until its record expires, and by nothing but that: its age is how long it was not heard of.
         trip = Text("ghost", style="red") if node.round_trip_ms is None else Text(f"{node.round_trip_ms:.1f}")
+        if node.path in (PathKind.RELAYED.value, PathKind.STREAM.value):  # the usual one goes without saying
+            trip.append(f" {node.path}", style="yellow")
         style = "dim" if node.is_ghost else None
         for shard in node.shards:
             table.add_row(

@@ -125,6 +125,7 @@ async def _view(connection: SwarmConnection, node: MeasuredNode) -> NodeView:
         ),
         counters=counters,
         problem=problem,
+        path=next((link.path.value for link in connection.links.links() if link.peer == node.peer), ""),
     )
 
 

@@ -191,8 +191,19 @@ class NetworkExaminer:
         return HolePunchReport(len(tried), sum(each.is_direct for each in tried.values()))
 
     def _links(self, unknown: dict[str, str]) -> tuple[LinkReport, ...]:
-        unknown["links"] = "not told yet"
-        return ()
+        if self._pool is None:
+            unknown["links"] = "the data plane is not up yet"
+            return ()
+        return tuple(
+            LinkReport(
+                link.peer,
+                link.path.value,
+                link.remote_address,
+                None if link.round_trip_s is None else round(1000 * link.round_trip_s, 2),
+                link.num_resumed,
+            )
+            for link in self._pool.links()
+        )
 
     # Bandwidth.
 

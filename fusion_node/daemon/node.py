@@ -177,7 +177,8 @@ class _Starter:
                 is_relay=config.relay,
             )
             life.in_the_network(examiner)
-            life.in_the_swarm(_swarm_view(identity.peer_id, discovery, swarm_key, gate))
+            view = _swarm_view(identity.peer_id, discovery, swarm_key, gate)
+            life.in_the_swarm(view)
             log.info("listening", peer=identity.peer_id, addresses=discovery.addresses)
             if config.mdns:
                 stack.enter_context(registered(run, identity.peer_id, discovery.addresses, swarm_tag(swarm_key)))
@@ -194,7 +195,7 @@ class _Starter:
             node = ServingNode(config, identity, shard, discovery, life, network, gate=gate, puzzle=await solving)
             stack.push_async_callback(node.close_links)
             await node.listen(host, port + 1 if port else 0)
-            node.tell_links(examiner)
+            node.tell_links(examiner, view)
             node.on_left = stack.pop_all().aclose
             return node
 

@@ -20,6 +20,7 @@ from fusion_node.daemon.manners_core import PauseReason
 from fusion_node.daemon.memory_plan import MIN_KV_POSITIONS, Bound, MemoryPlan, place_layers
 from fusion_node.daemon.network_examiner import NetworkExaminer
 from fusion_node.daemon.server import NodeServer
+from fusion_node.daemon.swarm_view import SwarmView
 from fusion_node.engine.architectures import first_layers, load_config
 from fusion_node.engine.batching_core import MAX_DECODE_ROWS, MAX_ROWS, BatchingCore
 from fusion_node.engine.device import (
@@ -368,8 +369,9 @@ class ServingNode:
         self._reachability.on_change.append(self._addresses_changed.set)
         self._life.ready(self)
 
-    def tell_links(self, examiner: NetworkExaminer) -> None:
-        """Lets the examiner see the data plane, which listens now."""
+    def tell_links(self, examiner: NetworkExaminer, view: SwarmView) -> None:
+        """Lets the examiner and the view see the data plane, which listens now."""
+        view.has_links(self._pool.links)
         examiner.has_links(self._pool, self._server.bandwidth, self._data_listen)
 
     async def serve(self, stop: asyncio.Event) -> None:

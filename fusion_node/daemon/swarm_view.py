@@ -17,6 +17,7 @@ from p2p.addresses import PeerAddress, is_loopback
 from p2p.control import ConnectionEnds
 from p2p.discovery import Discovery
 from p2p.invite import Invite
+from p2p.links import LinkView
 from p2p.membership_core import Connection
 from p2p.records import NodeRecord
 from p2p.seam import PathKind
@@ -25,6 +26,28 @@ from p2p.websocket import join_address
 
 MAX_INVITE_PEERS = 3
 """Others that an invite names when the node itself cannot be dialled: one may leave, and each costs 50 characters."""
+
+
+def data_connections(links: Iterable[LinkView]) -> list[tuple[PeerId, ConnectionView]]:
+    """Those of the data plane."""
+    return [
+        (
+            link.peer,
+            ConnectionView(
+                plane="data",
+                path=link.path.value,
+                address=link.remote_address,
+                age_s=round(link.since_s, 1),
+                round_trip_ms=None if link.round_trip_s is None else round(1000 * link.round_trip_s, 2),
+                heard_s=round(link.heard_s, 1),
+                we_dialled=link.we_dialled,
+                bytes_in=link.bytes_in,
+                bytes_out=link.bytes_out,
+                num_resumed=link.num_resumed,
+            ),
+        )
+        for link in links
+    ]
 
 
 Connections: TypeAlias = Callable[[], Awaitable[Iterable[tuple[PeerId, ConnectionView]]]]
@@ -36,7 +59,7 @@ class SwarmView:
     Args:
         addresses: where this node can be dialled, best first.
         records: of the live nodes that it knows.
-        connections: each tells of what is open now, and with whom.
+        connections: each tells of what is open now on one plane, and with whom.
         standing_of: why a peer is refused or suspected; empty when it is not.
         met_at: when peers were last dialled with success, in Unix time.
         clock: Unix time.
@@ -58,10 +81,15 @@ class SwarmView:
         self._swarm_key = swarm_key
         self._addresses = addresses
         self._records = records
-        self.connections = list(connections)
+        self._connections = connections
+        self._links: Callable[[], Iterable[LinkView]] = tuple
         self._standing_of = standing_of
         self._met_at = met_at
         self._clock = clock
+
+    def has_links(self, links: Callable[[], Iterable[LinkView]]) -> None:
+        """The data plane is up; this tells of its links from now on."""
+        self._links = links
 
     def invite(self, request: InviteRequest) -> InviteReply:
         """An invite to the swarm, by way of this node or, if nobody can dial it, of others."""
@@ -89,9 +117,9 @@ class SwarmView:
         """Everybody that this node is connected with or knows of, but itself."""
         now = self._clock()
         connections: dict[str, list[ConnectionView]] = {}
-        for told in self.connections:
-            for peer, connection in await told():
-                connections.setdefault(peer, []).append(connection)
+        told = [each for source in self._connections for each in await source()]
+        for peer, connection in [*told, *data_connections(self._links())]:
+            connections.setdefault(peer, []).append(connection)
         records = {record.peer: record for record in self._records()}
         met_at = dict(self._met_at())
         views = [

@@ -28,7 +28,7 @@ from p2p.identity import Identity
 from p2p.links import IDLE_AFTER_S, TICK_S, LinkPool
 from p2p.memory import MemoryNetwork, MemoryWorld
 from p2p.messages import AnyMessage, CloseSession, Ping, Pong, StatusRequest, StepResult, TensorMeta
-from p2p.seam import Link
+from p2p.seam import Link, PathKind
 
 PATIENCE_S = 20.0
 
@@ -141,6 +141,24 @@ async def test_frames_arrive_with_their_sender_and_payload(swarm: Swarm) -> None
     await until(lambda: len(theirs.frames) == 2 and len(ours.frames) == 1)
     assert theirs.frames == [(ours.peer, result(1, payload), payload), (ours.peer, StatusRequest(2), b"")]
     assert ours.frames == [(theirs.peer, StatusRequest(3), b"")]
+
+
+async def test_links_are_told_with_who_dialled_and_how_old_they_are(swarm: Swarm) -> None:
+    ours, theirs = await swarm.pair()
+    await swarm.advance(3.0)
+    ours.pool.send(theirs.peer, StatusRequest(1))
+    await until(lambda: len(theirs.frames) == 1)
+    (our_view,), (their_view,) = ours.pool.links(), theirs.pool.links()
+    assert (our_view.peer, our_view.we_dialled, our_view.remote_address) == (theirs.peer, True, theirs.address)
+    assert (their_view.peer, their_view.we_dialled) == (ours.peer, False)
+    assert our_view.path is PathKind.MEMORY
+    assert our_view.since_s == their_view.since_s == 3.0
+    assert 0.0 <= our_view.heard_s <= 3.0
+    assert our_view.round_trip_s is not None
+    assert (our_view.bytes_out, our_view.frames_out) == (their_view.bytes_in, their_view.frames_in)
+    assert our_view.bytes_out > 0
+    swarm.world.cut(ours.host, theirs.host)
+    await until(lambda: not ours.pool.links())
 
 
 async def test_connect_reuses_a_link_and_concurrent_connects_share_one_dial(swarm: Swarm) -> None:

@@ -69,6 +69,12 @@ def test_control_characters_and_markup_of_a_peer_are_shown_as_text() -> None:
     assert "[link=x]y" in text
 
 
+def test_a_path_that_is_slower_than_usual_is_shown_with_the_round_trip() -> None:
+    relayed, direct = (msgspec.structs.replace(node(), path=path) for path in ("relayed", "direct"))
+    assert "1.2 relayed" in printed(node_table([relayed]))
+    assert "direct" not in printed(node_table([direct]))
+
+
 def test_a_node_that_does_not_answer_is_a_ghost_with_the_age_of_its_last_word() -> None:
     ghost = msgspec.structs.replace(
         node(problem="nobody answers"), round_trip_ms=None, record_age_s=43.0, record_left_s=17.0
