@@ -32,6 +32,8 @@ from p2p.links import LinkPool
 from p2p.messages import AnyMessage, StepResult, TensorMeta
 from p2p.puzzle import PuzzleChecker, solve
 from p2p.records import PROTOCOL_VERSION, NodeRecord, Refusal, ShardRecord, sign_record
+from p2p.sealed import SealedLink
+from p2p.seam import Link
 from p2p.websocket import WebSocketNetwork, path_for, split_address
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -196,29 +198,49 @@ async def test_slow_strangers_do_not_keep_newcomers_out(start: Start) -> None:
     assert time.monotonic() - began < PATIENCE_S
 
 
+class DeafNetwork(WebSocketNetwork):
+    """Its links can be made to take nothing more from the wire."""
+
+    def __init__(self, identity: Identity) -> None:
+        super().__init__(identity)
+        self.dialled: list[SealedLink] = []
+
+    async def dial(self, address: str, *, expect: PeerId | None, timeout_s: float) -> Link:
+        link = await super().dial(address, expect=expect, timeout_s=timeout_s)
+        assert isinstance(link, SealedLink)
+        self.dialled.append(link)
+        return link
+
+    def stop_reading(self) -> None:
+        for link in self.dialled:
+            link._channel.pause_reading()
+
+
 async def test_peer_that_never_reads_stalls_itself_only(start: Start) -> None:
     node, bystander = await start(), await start()
-    deaf = Identity.generate()
-    link = await WebSocketNetwork(deaf).dial(node.address, expect=node.peer, timeout_s=PATIENCE_S)
+    deaf = Node()
+    deaf.network = DeafNetwork(deaf.identity)
+    deaf.pool = LinkPool(deaf.network, deaf.peer, on_frame=deaf._ignore, on_closed=deaf.closed.__setitem__)
     payload = bytes(4 * 1024 * 1024)
     message = StepResult(bytes(16), 0, 1, (1,), TensorMeta("f32", 1, len(payload) // 4), ())
-    async with unharmed(bystander, node):
-        async with asyncio.timeout(PATIENCE_S):
-            while not node.pool.is_connected(deaf.peer_id):  # noqa: ASYNC110  # no event tells of it
-                await asyncio.sleep(0)
-            # As much as it is owed: what it does not take is kept for it up to a limit, and then it is dropped.
-            for _ in range(200):
-                try:
-                    node.pool.send(deaf.peer_id, message, payload)
-                except PeerUnreachable:
-                    break
-                await asyncio.sleep(0)
-            else:
-                pytest.fail("800 MB were taken for a peer that reads nothing")
-            while deaf.peer_id not in node.closed:  # noqa: ASYNC110  # as above
-                await asyncio.sleep(0)
-    assert isinstance(node.closed[deaf.peer_id], PeerTimeout | PeerClosed)
-    await link.aclose()
+    async with unharmed(bystander, node), asyncio.timeout(PATIENCE_S):
+        await deaf.pool.connect(node.peer, [node.address])
+        while not node.pool.is_connected(deaf.peer):  # noqa: ASYNC110  # no event tells of it
+            await asyncio.sleep(0)
+        deaf.network.stop_reading()
+        # As much as it is owed: what it does not take is kept for it up to a limit, and then it is dropped.
+        for _ in range(200):
+            try:
+                node.pool.send(deaf.peer, message, payload)
+            except PeerUnreachable:
+                break
+            await asyncio.sleep(0)
+        else:
+            pytest.fail("800 MB were taken for a peer that reads nothing")
+        while deaf.peer not in node.closed:  # noqa: ASYNC110  # as above
+            await asyncio.sleep(0)
+    assert isinstance(node.closed[deaf.peer], PeerTimeout | PeerClosed)
+    await deaf.pool.aclose()
 
 
 # Discovery.
