@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 from fusion_node.types import ModelId
 
-PUT_INTERVAL_S = 25.0
-"""Storing a record in the DHT costs a look-up; one that lives 60 s is never missing."""
+PUT_INTERVAL_S = 40.0
+"""Storing a record in the DHT costs a look-up, the largest part of what an idle node sends in a small swarm. At every
+second announcement it is still there nearly always, and whoever finds it asks its node for the newest anyway."""
 
 PROVIDE_INTERVAL_S = 120.0
 """Storers keep provider records for 600 s."""
