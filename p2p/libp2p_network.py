@@ -237,6 +237,7 @@ class _StreamChannel:
         """The host's thread is no more."""
         if self._pipe.ended is None:
             self._pipe.ended = PeerClosed(self._remote_address, "the libp2p part of this program stopped")
+        self._pipe.wake_thread = _nobody  # which would keep its sockets from the collector
         self._schedule()
 
     # Channel
@@ -258,7 +259,7 @@ class _StreamChannel:
 
     def write(self, data: bytes) -> bool:
         pipe = self._pipe
-        if self._closed:
+        if self._closed or pipe.aborting:
             raise self._closed_error()
         pipe.outgoing.append(len(data).to_bytes(2, "little") + data)
         pipe.put_bytes += 2 + len(data)
@@ -277,13 +278,13 @@ class _StreamChannel:
     def abort(self) -> None:
         self._pipe.aborting = True
         self._pipe.wake_thread()
-        self._end(self._closed_error())
+        self._loop.call_soon(self._end, self._closed_error())
 
     async def aclose(self) -> None:
         pipe = self._pipe
         pipe.closing = True
         pipe.wake_thread()
-        self._end(self._closed_error())
+        self._closed = True  # and whoever closes need not be told
         if pipe.ended is None and not pipe.aborting:
             await asyncio.wait((self._over,), timeout=CLOSE_TIMEOUT_S)
         if pipe.ended is None:
@@ -309,12 +310,13 @@ class _StreamChannel:
         self._is_scheduled = False
         pipe, receiver = self._pipe, self._receiver
         before, given = pipe.waiting_in_bytes, 0
-        while pipe.incoming and not self._closed and not self._paused and receiver is not None:
+        is_cut = self._closed or pipe.aborting
+        while pipe.incoming and not is_cut and not self._paused and receiver is not None:
             message = pipe.incoming.popleft()
             given += len(message)
             pipe.given_bytes += len(message)
             receiver.message_received(message)
-            receiver = self._receiver
+            receiver, is_cut = self._receiver, self._closed or pipe.aborting
             if given > MAX_GIVEN_AT_ONCE_BYTES:
                 self._schedule()
                 break
@@ -339,6 +341,9 @@ class _StreamChannel:
 
     def _closed_error(self) -> PeerClosed:
         return PeerClosed(self._remote_address, f"{self._remote_address} closed the connection")
+
+
+def _nobody() -> None: ...
 
 
 def _read(address: str) -> tuple[PeerId, PeerAddress | None]:

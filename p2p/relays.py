@@ -50,7 +50,6 @@ class Relays:
     Args:
         own: this process's peer id.
         records: gives the live records of all nodes that are known.
-        round_trip_s: what is known of the round trip to a peer; None when nothing is.
         on_change: called when ``circuit_addresses`` has changed.
     """
 
@@ -60,12 +59,11 @@ class Relays:
         host: RelayHost,
         *,
         records: Callable[[], Sequence[NodeRecord]],
-        round_trip_s: Callable[[PeerId], float | None] = lambda peer: None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
         self._host = host
         self._records = records
-        self._round_trip_s = round_trip_s
+        self._round_trips: dict[PeerId, float] = {}
         self._on_change = on_change
         self._core = RelayCore(own, random.SystemRandom())
         self._told: list[PeerAddress] = []
@@ -107,6 +105,8 @@ class Relays:
 
     async def _run(self) -> None:
         while True:
+            with contextlib.suppress(FusionError):
+                self._round_trips = await self._host.call(lambda node: node.round_trips())
             self._do(self._core.offer(self._candidates(), self._now()))
             due = self._core.next_timer()
             pause_s = LOOK_INTERVAL_S if due is None else min(max(due - self._now(), 0.05), LOOK_INTERVAL_S)
@@ -117,7 +117,7 @@ class Relays:
 
     def _candidates(self) -> list[Candidate]:
         return [
-            Candidate(PeerId(record.peer), addresses, self._round_trip_s(PeerId(record.peer)))
+            Candidate(PeerId(record.peer), addresses, self._round_trips.get(PeerId(record.peer)))
             for record in self._records()
             if record.is_relay and (addresses := _direct_addresses(record))
         ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fusion_node.types import PeerId
 from p2p.addresses import PeerAddress
@@ -23,6 +23,10 @@ T = TypeVar("T")
 
 def _no_sequence(key: str, value: bytes) -> int:
     raise ValueError("nothing is stored in these hosts")
+
+
+async def _crash() -> None:
+    raise RuntimeError("a task of the host has failed")
 
 
 @dataclass(eq=False)
@@ -43,7 +47,10 @@ class LoopbackHost:
         self.on_relay_lost: list[Callable[[PeerId], None]] = []
         self.addresses: list[str] = []
         self.num_downs = 0
-        self.bridge: Bridge[ControlNode] = Bridge(self._make_runner, on_down=self._went_down)
+        self._revived = asyncio.Event()
+        self.bridge: Bridge[ControlNode] = Bridge(
+            self._make_runner, on_down=self._went_down, on_restart=self._revived.set
+        )
         psk = None if self.swarm_key is None else self.swarm_key.noise_psk
         self.network = Libp2pNetwork(self.identity, self, psk=psk, version=self.version)
 
@@ -59,9 +66,26 @@ class LoopbackHost:
         if not self.bridge.is_up:
             self._loop = asyncio.get_running_loop()
             await self.bridge.start()
-            listening = await self.call(lambda node: node.listening())
-            self.addresses = [str(PeerAddress.of(host, port, self.peer)) for host, port in listening]
+            await self._look_where_it_listens()
         return self
+
+    async def die(self) -> None:
+        """Ends the thread as a crash would: the bridge starts another one."""
+
+        async def crash(node: Any) -> None:
+            node._tasks.start_soon(_crash)
+
+        await self.call(crash)
+
+    async def revived(self) -> None:
+        """Returns when the thread runs again after ``die``."""
+        await self._revived.wait()
+        self._revived.clear()
+        await self._look_where_it_listens()
+
+    async def _look_where_it_listens(self) -> None:
+        listening = await self.call(lambda node: node.listening())
+        self.addresses = [str(PeerAddress.of(host, port, self.peer)) for host, port in listening]
 
     async def call(self, command: Callable[[ControlNode], Awaitable[T]]) -> T:
         return await self.bridge.call(command)

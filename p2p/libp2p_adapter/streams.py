@@ -117,6 +117,9 @@ class Streams:
             self._tasks.start_soon(close_if_dead, self._host, stream.swarm_conn)
 
 
+def _nobody() -> None: ...
+
+
 class _Pump:
     """One stream and its pipe."""
 
@@ -154,6 +157,7 @@ class _Pump:
             ended = error
         finally:
             pipe.ended = ended
+            pipe.wake_thread = _nobody  # which would keep the connection, and its socket, from the collector
             pipe.wake_loop()
             deadline = trio.current_time() + CLOSE_TIMEOUT_S
             with trio.CancelScope(deadline=deadline, shield=True), suppress(PeerError), translated(self._peer):
