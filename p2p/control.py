@@ -214,6 +214,10 @@ class ControlNode(Protocol):
         """Accepts nothing more through that relay."""
         ...
 
+    async def round_trips(self) -> dict[PeerId, float]:
+        """Of the peers with a direct connection, in seconds, as far as they have been measured."""
+        ...
+
     async def relay_counts(self) -> RelayCounts | None:
         """None when this host is no relay."""
         ...

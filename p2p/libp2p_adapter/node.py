@@ -21,7 +21,7 @@ from p2p.control import (
     RelayCounts,
 )
 from p2p.libp2p_adapter.circuits import Circuits
-from p2p.libp2p_adapter.connections import best_first, close_quietly, path_of, refuses, relay_of
+from p2p.libp2p_adapter.connections import best_first, close_quietly, direct, path_of, refuses, relay_of
 from p2p.libp2p_adapter.dialing import Dialer
 from p2p.libp2p_adapter.gossip import PROTOCOL as GOSSIP_PROTOCOL
 from p2p.libp2p_adapter.gossip import Gossip
@@ -136,6 +136,14 @@ class Libp2pNode:
 
     async def release(self, relay: PeerId) -> None:
         self._circuits.release(ID.from_base58(relay))
+
+    async def round_trips(self) -> dict[PeerId, float]:
+        # Yamux pings every 30 s, and for the first time after half a second.
+        return {
+            PeerId(each.muxed_conn.peer_id.to_base58()): each.muxed_conn.rtt()
+            for each in direct(self._host.get_network().get_connections())
+            if each.muxed_conn.rtt() > 0
+        }
 
     async def relay_counts(self) -> RelayCounts | None:
         return None if self._relay is None else self._relay.counts
