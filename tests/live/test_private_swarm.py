@@ -102,15 +102,21 @@ def test_who_has_the_key_file_needs_no_invite(swarm: PrivateSwarm) -> None:
 
 
 def test_operator_sees_who_is_connected(swarm: PrivateSwarm) -> None:
-    def told() -> dict[str, object]:
+    # What the first node sends on to the second one goes over a link of the data plane, which stays.
+    answer = run_cli(
+        "generate", MODEL, "Hello", "--max-tokens", "2", "--peer", swarm.invite, *QUIET, home=swarm.user_home
+    )
+    assert answer.returncode == 0, answer.stderr
+
+    def planes() -> set[str]:
         result = run_cli("peers", "--json", home=swarm.first_home)
         assert result.returncode == 0, result.stderr
-        ((reply),) = json.loads(result.stdout)
+        (reply,) = json.loads(result.stdout)
         assert reply["swarm"] == swarm.key.tag
-        found: dict[str, object] = {peer["peer"]: peer for peer in reply["peers"] if peer["connections"]}
-        return found
+        found = [peer for peer in reply["peers"] if peer["peer"] == swarm.second.peer]
+        return {connection["plane"] for peer in found for connection in peer["connections"]}
 
-    wait_until(lambda: swarm.second.peer in told(), within_s=FOUND_S, what="the second node is connected")
+    wait_until(lambda: planes() == {"control", "data"}, within_s=FOUND_S, what="the second node is connected")
 
 
 def test_stranger_who_knows_an_address_learns_nothing(swarm: PrivateSwarm) -> None:
