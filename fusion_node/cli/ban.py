@@ -94,7 +94,8 @@ def _left(each: Ban, now: float) -> str:
         return "for ever"
     seconds = max(0, round(each.until - now))
     for unit_s, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= 2 * unit_s or seconds == unit_s:
+        # Rounded, so that an hour is not 60 minutes as soon as a second of it is over.
+        if seconds >= 1.95 * unit_s or abs(seconds - unit_s) <= 0.05 * unit_s:
             return f"{round(seconds / unit_s)} {unit}"
     return f"{seconds} s"
 

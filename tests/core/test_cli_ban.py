@@ -121,7 +121,9 @@ def test_table_says_who_banned_and_how_long_still() -> None:
     listed = (
         Ban(PEER, 0.0, 3600.0 * 48, "x"),
         Ban("10.0.0.0/8", 0.0, 300.0, "y\x07", is_automatic=True),
-        Ban("11.0.0.0/8", 0.0, 59.0),
+        Ban("11.0.0.0/8", 0.0, 55.0),
+        Ban("12.0.0.0/8", 0.0, 3595.0),
+        Ban("13.0.0.0/8", 0.0, 5000.0),
     )
     console = Console(width=150, file=io.StringIO(), record=True)
     console.print(table(listed, now=0.0))
@@ -129,5 +131,7 @@ def test_table_says_who_banned_and_how_long_still() -> None:
     assert lines[1:] == [
         [PEER, "2", "d", "you", "x"],
         ["10.0.0.0/8", "5", "min", "the", "node", "y?"],
-        ["11.0.0.0/8", "59", "s", "you"],
+        ["11.0.0.0/8", "55", "s", "you"],
+        ["12.0.0.0/8", "1", "h", "you"],
+        ["13.0.0.0/8", "83", "min", "you"],
     ]
