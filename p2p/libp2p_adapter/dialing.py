@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import multiaddr
@@ -12,10 +14,12 @@ from libp2p.network.exceptions import SwarmException
 from libp2p.peer.id import ID
 from libp2p.transport.exceptions import SecurityUpgradeFailure
 
+from fusion_node.errors import PeerClosed, PeerUnreachable
 from fusion_node.types import PeerId
 from p2p.addresses import PeerAddress
 from p2p.libp2p_adapter.circuits import Circuits
 from p2p.libp2p_adapter.connections import best_first, direct, relay_of
+from p2p.libp2p_adapter.messages import translated
 from p2p.libp2p_adapter.multiaddrs import is_circuit, multiaddr_of, parts_of
 from p2p.seam import Gate
 
@@ -34,6 +38,9 @@ CIRCUIT_TIMEOUT_S = 10.0
 UNREACHABLE_S = 10.0
 """How long a look-up skips a peer that did not answer (trap 10). The library's 60 s hide a peer that is back."""
 
+GONE_S = 0.1
+"""Between the error on a stream of a connection that is reset, and the removal of the connection."""
+
 MAX_REMEMBERED = 10_000
 
 log = logging.getLogger(__name__)
@@ -49,6 +56,8 @@ class Dialer:
         self._circuits = circuits
         self._dialing: dict[ID, trio.Event] = {}
         self._unreachable_until: dict[ID, float] = {}
+        self._unanswered: Counter[int] = Counter()
+        """Connections, by ``id``, on which somebody waits for an answer just now."""
         self._swarm.dial_peer = self._dial_known_peer
 
     async def dial_now(self, their_id: ID, addresses: Sequence[multiaddr.Multiaddr]) -> None:
@@ -59,6 +68,17 @@ class Dialer:
         """
         self._unreachable_until.pop(their_id, None)
         await self._dial(their_id, addresses)
+
+    @contextmanager
+    def waiting_for(self, connection: Any) -> Iterator[None]:
+        """For as long as somebody waits for an answer on it, it may be dead: whoever names a relay gets the relay."""
+        self._unanswered[id(connection)] += 1
+        try:
+            yield
+        finally:
+            self._unanswered[id(connection)] -= 1
+            if not self._unanswered[id(connection)]:
+                del self._unanswered[id(connection)]
 
     async def connection_for(self, their_id: ID, address: PeerAddress | None) -> Any:
         """The best connection that an address stands for: a direct one where there is one, or else as it says.
@@ -72,6 +92,9 @@ class Dialer:
         if their_id == self._host.get_id():
             raise SwarmException("this is the own peer id")
         connections = best_first(self._swarm.get_connections(their_id))
+        through_relay = address is not None and address.via is not None
+        if connections and through_relay and id(connections[0]) in self._unanswered:
+            connections = [each for each in connections if relay_of(each) is not None]
         if connections and (address is None or relay_of(connections[0]) is None):
             return connections[0]
         if address is None:
@@ -93,9 +116,17 @@ class Dialer:
         relay_id = ID.from_base58(relay)
         self._check_allowed(their_id, "")
         self._check_allowed(relay_id, parts_of(multiaddr.Multiaddr(to_relay))[1])
-        if not direct(self._swarm.get_connections(relay_id)):
-            with trio.fail_after(DIAL_TIMEOUT_S):
-                await self._swarm.dial_addr(multiaddr.Multiaddr(to_relay), relay_id)
+        if direct(self._swarm.get_connections(relay_id)):
+            try:
+                with translated(relay):
+                    return await self._circuits.dial(relay_id, their_id)
+            except (PeerClosed, PeerUnreachable):
+                await trio.sleep(GONE_S)
+                if direct(self._swarm.get_connections(relay_id)):
+                    raise
+            # That connection had died, which nobody knew until something was sent: a router has another address now.
+        with trio.fail_after(DIAL_TIMEOUT_S):
+            await self._swarm.dial_addr(multiaddr.Multiaddr(to_relay), relay_id)
         return await self._circuits.dial(relay_id, their_id)
 
     async def _dial_known_peer(self, their_id: ID) -> list[Any]:

@@ -23,12 +23,12 @@ from libp2p.custom_types import TProtocol
 from libp2p.exceptions import ParseError
 from libp2p.peer.id import ID
 
-from fusion_node.errors import PeerClosed, PeerError
+from fusion_node.errors import PeerClosed, PeerError, PeerTimeout, PeerUnreachable
 from fusion_node.types import PeerId
 from p2p.addresses import PeerAddress
 from p2p.control import IncomingStream, OpenedStream
 from p2p.libp2p_adapter.connections import close_if_dead, close_quietly, path_of, remote_address, stream_on
-from p2p.libp2p_adapter.dialing import Dialer
+from p2p.libp2p_adapter.dialing import GONE_S, Dialer
 from p2p.libp2p_adapter.messages import translated
 from p2p.stream_pipe import StreamPipe
 
@@ -54,6 +54,10 @@ CLOSE_TIMEOUT_S = 1.0
 LENGTH_BYTES = 2
 
 log = logging.getLogger(__name__)
+
+
+class _Died(PeerClosed):
+    """The connection that was there had ended without a word."""
 
 
 class Streams:
@@ -85,16 +89,33 @@ class Streams:
     async def open(self, peer: PeerId, address: PeerAddress | None, pipe: StreamPipe) -> OpenedStream:
         """See ControlNode.open_stream."""
         their_id = ID.from_base58(peer)
-        with translated(peer):
-            connection = await self._dialer.connection_for(their_id, address)
-            try:
-                stream = await stream_on(self._host, connection, PROTOCOL)
-            except trio.TooSlowError:
-                # Nothing comes through it any more: the next attempt is not to find it again.
-                self._tasks.start_soon(close_quietly, connection)
-                raise
+        try:
+            connection, stream = await self._open(peer, their_id, address)
+        except _Died:
+            # Which nobody knew until something was sent on it; an address leads to another one.
+            connection, stream = await self._open(peer, their_id, address)
         self._tasks.start_soon(self._pump, stream, pipe)
         return OpenedStream(path_of(connection), remote_address(connection))
+
+    async def _open(self, peer: PeerId, their_id: ID, address: PeerAddress | None) -> tuple[Any, Any]:
+        connection = None
+        try:
+            with translated(peer):
+                connection = await self._dialer.connection_for(their_id, address)
+                with self._dialer.waiting_for(connection):
+                    return connection, await stream_on(self._host, connection, PROTOCOL)
+        except PeerTimeout:
+            if connection is not None:
+                # Nothing comes through it any more: the next attempt is not to find it again.
+                self._tasks.start_soon(close_quietly, connection)
+            raise
+        except (PeerClosed, PeerUnreachable) as error:
+            if connection is None or address is None:
+                raise
+            await trio.sleep(GONE_S)
+            if connection.is_closed:
+                raise _Died(peer, str(error)) from error
+            raise
 
     async def _serve(self, stream: Any) -> None:
         their_id = stream.muxed_conn.peer_id
