@@ -18,7 +18,7 @@ MAX_MESSAGES_PER_S = 3.0
 
 
 def run(quick: bool) -> tuple[list[Check], dict[str, Any]]:
-    """About a minute of CPU when quick, else about ten and 5 GiB."""
+    """About a minute of CPU when quick, else about twenty."""
     num_hosts = NUM_HOSTS_QUICK if quick else NUM_HOSTS
     began = time.process_time()
     cost = idle_cost(num_hosts)
