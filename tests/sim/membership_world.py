@@ -320,8 +320,11 @@ class World:
         )
         envelope = msgspec.msgpack.encode(SignedEnvelope(body=msgspec.msgpack.encode(record), signature=bytes(64)))
         self._said[envelope] = envelope, record
-        self._at(2 * TTL_S, self._said.pop, envelope)
+        self._at(2 * TTL_S, self._forget, envelope)
         return envelope
+
+    def _forget(self, envelope: bytes) -> None:
+        del self._said[envelope]
 
     def _open(self, envelope: bytes, now: UnixS) -> NodeRecord | Refusal:
         if envelope not in self._said:
