@@ -24,7 +24,7 @@ from benchmarks.report import Check, main
 from p2p.messages import StepResult, TensorMeta
 
 SIZES = {"4 KiB": 4096, "1 MiB": 1 << 20}
-CONTENDERS = ("link", "pool", "websocket", "libp2p")
+CONTENDERS = ("pool", "websocket", "libp2p")
 MAX_RATIO = 1.5
 """The price of identity, secrecy and integrity that we allow ourselves, in units of the bare WebSocket."""
 
@@ -54,17 +54,16 @@ def run(quick: bool) -> tuple[list[Check], dict[str, Any]]:
                     cpu[size][name].append(cpu_s)
     checks = [
         Check(
-            id=f"{name}-echo-{num_bytes}",
-            what=f"{size} echo, {'sealed link' if name == 'link' else 'link pool'} / bare WebSocket",
+            id=f"pool-echo-{num_bytes}",
+            what=f"{size} echo, link pool / bare WebSocket",
             value=statistics.median(
-                ours / bare for ours, bare in zip(seconds[size][name], seconds[size]["websocket"], strict=True)
+                ours / bare for ours, bare in zip(seconds[size]["pool"], seconds[size]["websocket"], strict=True)
             ),
             unit="x",
             target=MAX_RATIO,
             comparison="<=",
         )
         for size, num_bytes in SIZES.items()
-        for name in ("link", "pool")
     ]
     data = {
         size: {
@@ -147,37 +146,6 @@ async def _commands(echo: Echo) -> None:
 
 def _message(payload: bytes) -> StepResult:
     return StepResult(bytes(16), 0, 0, (1,), TensorMeta("f32", 1, len(payload) // 4), ())
-
-
-async def _serve_link() -> None:
-    from fusion_node.errors import PeerError
-    from p2p.identity import Identity
-    from p2p.seam import Link
-    from p2p.websocket import WebSocketNetwork
-
-    async def echo(link: Link) -> None:
-        try:
-            while True:
-                frame = await link.receive()
-                await link.send(frame.message, frame.payload)
-        except PeerError:
-            pass
-
-    print((await WebSocketNetwork(Identity.generate()).listen("127.0.0.1:0", echo)).address, flush=True)
-    await asyncio.Event().wait()
-
-
-async def _client_link(address: str) -> None:
-    from p2p.identity import Identity
-    from p2p.websocket import WebSocketNetwork
-
-    link = await WebSocketNetwork(Identity.generate()).dial(address, expect=None, timeout_s=5)
-
-    async def echo(payload: bytes) -> None:
-        await link.send(_message(payload), payload)
-        await link.receive()
-
-    await _commands(echo)
 
 
 async def _serve_pool() -> None:
@@ -345,7 +313,7 @@ if __name__ == "__main__":
             main(
                 "data_plane",
                 run,
-                description="Echo of 4 KiB and 1 MiB between two processes: our sealed link, the pool above it, a bare "
+                description="Echo of 4 KiB and 1 MiB between two processes: our pool of links, a bare "
                 "aiohttp WebSocket and a libp2p stream. The full run takes about two minutes.",
             )
         )

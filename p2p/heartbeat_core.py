@@ -23,7 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from p2p.messages import Ping
+from p2p.link_messages import Ping
 
 PING_AFTER_S = 2.0
 """Of silence in either direction. A third of DEAD_AFTER_S, so that one lost scheduling slot does not kill a link."""

@@ -1,29 +1,30 @@
-"""The links of one process: dialled once, shared by all sessions, watched, and closed for a reason.
+"""The connections of one process: dialled once, shared by all sessions, watched, and ended for a reason.
 
-Everything above the network uses this. There is one link per pair of peers; when both dial at once there may be two,
-and each side then sends on one of them and keeps to it, so that what it sends stays in order. If a link is lost that
-may have carried frames, the peer's other links go with it: frames may be missing, and whoever depends on them must
-hear of it. ``on_closed`` says so, exactly once per connection with a peer.
+Everything above the network uses this. There is one connection per peer (p2p.connection), which outlives its links:
+when one is lost to the network, another is made at once, by whoever knows an address, and what was under way is sent
+again. Only if that fails is the peer lost, and ``on_closed`` says so, exactly once per connection.
 
-Nobody dials a peer with which it has a link. So whoever dials again has lost what was before, and the old links end at
-once: what is sent to it would otherwise go into a dead link until the heartbeat notices.
+Of two links of one connection both sides keep the same one: that of the higher epoch, which the dialling side counts;
+when both have dialled at once, that of the smaller peer id. A better path (PathKind) is dialled beside the present one
+and replaces it in the same way.
 
-Sending never waits. Each link has a bounded queue, and a peer that lets it overflow does not read and is dropped: a
-relay that waited for its slowest neighbour would stall everybody else.
+A peer is lost when it says goodbye or breaks the protocol; when it no longer knows the connection, because it was
+restarted; when it hangs up and nobody listens at its addresses any more; and RESUME_S after its link, which a silent
+one is DEAD_AFTER_S after the last sign of life. So it takes ten seconds at most, and milliseconds after a crash.
+
+Sending never waits. Each connection has a bounded queue, and a peer that lets it overflow, or grants nothing for
+STALLED_AFTER_S while something waits, does not read and is dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-
-import structlog
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from fusion_node.errors import (
     FusionError,
@@ -32,30 +33,33 @@ from fusion_node.errors import (
     PeerError,
     PeerTimeout,
     PeerUnreachable,
-    ProtocolVersionMismatch,
     RemoteProtocolError,
     ResourceExhausted,
 )
 from fusion_node.types import PeerId
-from fusion_node.wire import MAX_FRAME_BYTES, printable
-from p2p.heartbeat_core import DEAD_AFTER_S, Heartbeat, Liveness
+from fusion_node.wire import MAX_FRAME_BYTES, WireError
+from p2p.connection import Connection, LinkEnd, OnFrame, Payload
+from p2p.dialling import DialFailed, dial_any
+from p2p.heartbeat_core import DEAD_AFTER_S, Liveness
 from p2p.identity import short
-from p2p.messages import AnyMessage, Frame, Goodbye, Ping, Pong
+from p2p.link_messages import Goodbye, Hello
+from p2p.messages import AnyMessage
 from p2p.prefixes import ip_of
 from p2p.seam import Gate, Link, LinkCounters, Listener, Network, OpenGate, PathKind
+from p2p.upload_core import Upload
 
 MAX_QUEUE_BYTES = 2 * MAX_FRAME_BYTES
-"""Per link, beside what the kernel buffers. Room for one largest frame behind another."""
+"""Per connection, beside what was sent. Room for one largest frame behind another."""
 
 MAX_LINKS = 512
-"""Per pool. A node of a large swarm talks to tens of peers at a time; 512 idle links are 30 MB."""
+"""Connections per pool. A node of a large swarm talks to tens of peers at a time; 512 idle ones are 30 MB."""
 
 IDLE_AFTER_S = 60.0
 """Without anything but signs of life. In a full pool, the peer that is idle for longest makes way for another."""
 
 MAX_UNFINISHED_BYTES = 16 * MAX_FRAME_BYTES
-"""Per pool, of frames that have not come to their end: 512 MiB, where 512 links could hold 16 GiB. Sixteen peers that
-send a largest frame at the same time are more than a node of a pipeline has in front of it."""
+"""Per pool, of frames that have not come to their end: 512 MiB, where 512 connections could hold 30 GiB. From half of
+it on, only the frame that is under way for longest gets credit beyond its window."""
 
 TICK_S = 0.5
 """How often timers are looked at: an eighth of what separates suspicion from death, and no measurable load."""
@@ -63,37 +67,47 @@ TICK_S = 0.5
 ABSENT_AFTER_S = 4 * TICK_S
 """A tick that comes later than this was not delayed by the peer but by our own process."""
 
+RESUME_S = 4.0
+"""From the loss of a link to that of its peer: time for dialling it again several times, over any address."""
+
+HELLO_TIMEOUT_S = 5.0
+"""From a link to the peer's Hello on it. One round trip; who takes longer is no use, or means no good."""
+
+STALLED_AFTER_S = 20.0
+"""Without an acknowledgement or credit, while something waits: ten chunks of 4 KiB at 2 kB/s."""
+
 GOODBYE_S = 1.0
-"""How long a closing pool lets its links write out what is queued."""
+"""How long a closing pool lets its connections write out what is queued."""
 
 CONNECT_TIMEOUT_S = 5.0
 
-OnFrame = Callable[[PeerId, AnyMessage, memoryview], None]
+UPGRADE_FIRST_S, UPGRADE_LAST_S = 5.0, 300.0
+"""Between attempts at a better path, doubling."""
+
 OnClosed = Callable[[PeerId, FusionError], None]
-
-_OURS = (Ping, Pong, Goodbye)
-"""What the pool handles itself."""
-
-_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class LinkView:
-    """One link as it is now, for people.
+    """One connection that has a link now, for people and planners.
 
     Attributes:
-        remote_address: of the other end, or of what stands before it; never evidence of anything.
-        round_trip_s: the best recent one; None before the first.
-        since_s: for how long there is the link.
+        path, remote_address: of the link. The address is never evidence of anything.
+        round_trip_s: the best recent one of the link; None before the first.
+        delivery_rate_Bps: of the link; None until there was more to send than it took.
+        since_s: for how long there is the connection.
         heard_s: since anything came.
-        queued_bytes: sent here, and not yet taken by the transport.
-        num_resumed: how often it was lost and taken up again.
+        we_dialled: whether this side has dialled the link.
+        bytes_in, bytes_out: of frames, on all links of the connection.
+        queued_bytes: waiting for credit, for the line, or for what is more urgent.
+        num_resumed: how often the connection went on over another link.
     """
 
     peer: PeerId
     path: PathKind
     remote_address: str
     round_trip_s: float | None
+    delivery_rate_Bps: float | None
     since_s: float
     heard_s: float
     we_dialled: bool
@@ -105,39 +119,21 @@ class LinkView:
     num_resumed: int = 0
 
 
-@dataclass(slots=True, eq=False)
-class _PooledLink:
-    link: Link
-    heartbeat: Heartbeat
-    since: float
-    seen_bytes_in: int = 0
-    seen_bytes_out: int = 0
-    reader: asyncio.Task[None] | None = None
-    # Why the link ends, when we know better than the transport does.
-    reason: FusionError | None = None
-    pings: dict[int, asyncio.Future[float]] = field(default_factory=dict)
-    address: str | None = None
-    # Frames that the pool itself sends and handles, and the others when they were last looked at.
-    num_own_frames: int = 0
-    seen_frames: int = 0
-    last_used: float = 0.0
-    seen_frames_in: int = 0
-    unfinished_since: float | None = None
-    bounded_frames_in: int = 0
-
-
 class LinkPool:
     """See the head of this file.
 
     Args:
         network: how to dial and to listen.
         identity_peer: the peer id that ``network`` proves.
-        on_frame: called for every message but pings, pongs and goodbyes, in order per peer. It must not block. A
-            FusionError that it raises closes the link for that reason, any other exception as a bug of ours.
+        on_frame: called for every message, in order per session. It must not block. A FusionError that it raises ends
+            the connection for that reason, any other exception as a bug of ours.
         on_closed: called once when a peer is lost, and why; not after ``aclose``. Never called from within ``send``.
-        gate: who may be dialled, and how much each may send. What it bans is dropped by ``drop_refused``.
-        is_needed: whether something depends on the link with this peer, however idle it is, so that it has to be kept.
+        is_needed: whether something depends on the connection with this peer, however idle it is, so that it is kept.
+        gate: who may be dialled, and how much each may send. What it bans is dropped by ``drop_refused``. Listeners
+            ask it themselves.
         clock: monotonic seconds. A test that hands in its own calls ``tick`` itself.
+        max_upload_Bps: of all links together, with their headers; None for no limit.
+        features: of the protocol, beyond its version, that this process can do with.
     """
 
     def __init__(
@@ -147,35 +143,44 @@ class LinkPool:
         *,
         on_frame: OnFrame,
         on_closed: OnClosed,
-        gate: Gate | None = None,
         is_needed: Callable[[PeerId], bool] = lambda peer: False,
+        gate: Gate | None = None,
         clock: Callable[[], float] = time.monotonic,
         max_links: int = MAX_LINKS,
         max_queue_bytes: int = MAX_QUEUE_BYTES,
         max_unfinished_bytes: int = MAX_UNFINISHED_BYTES,
+        max_upload_Bps: float | None = None,
+        features: Sequence[str] = (),
     ) -> None:
         self._network = network
         self._identity_peer = identity_peer
         self._on_frame = on_frame
         self._on_closed = on_closed
-        self._gate = gate or OpenGate()
         self._is_needed = is_needed
+        self._gate = gate or OpenGate()
         self._clock = clock
         self._max_links = max_links
         self._max_queue_bytes = max_queue_bytes
         self._max_unfinished_bytes = max_unfinished_bytes
-        self._links: dict[PeerId, list[_PooledLink]] = {}
-        self._num_links = 0
+        self._features = tuple(features)
+        self._upload = None if max_upload_Bps is None else Upload(max_upload_Bps, now=clock())
+        self._upload_timer: asyncio.TimerHandle | None = None
+        self._connections: dict[PeerId, Connection] = {}
+        self._strangers: set[LinkEnd] = set()
         self._dials: dict[tuple[PeerId, tuple[str, ...]], asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
         self._listeners: list[Listener] = []
         self._past = LinkCounters()
+        self._past_frames_in = 0
+        self._past_frames_out = 0
+        self._num_resumed = 0
         self._refused: Counter[str] = Counter()
         self._ticker: asyncio.Task[None] | None = None
         self._last_tick = clock()
         self._closed = False
 
     async def listen(self, address: str) -> str:
-        """Accepts links on ``host:port`` and returns the address really bound. May be called several times.
+        """Accepts links on an address and returns the one really bound. May be called several times.
 
         Raises:
             AddressInUse, ConfigError: as Network.listen.
@@ -186,133 +191,162 @@ class LinkPool:
         return listener.address
 
     async def connect(self, peer: PeerId, addresses: Sequence[str], *, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
-        """Makes sure that there is a link with ``peer``; tries every address, one after the other.
+        """Makes sure that there is a connection with ``peer``; tries every address, those of better paths first.
 
         Calls for one peer with the same addresses share a dial. Those with other addresses do not: somebody's wrong
-        addresses must not be everybody's. The first that succeeds is the link of all.
+        addresses must not be everybody's. The first that succeeds is the connection of all. The addresses are
+        remembered, for when its link is lost.
 
         Raises:
-            PeerUnreachable: nobody answers at any of the addresses.
+            PeerUnreachable: nobody answers at any of the addresses, or the peer is refused by the gate.
             ProtocolVersionMismatch: the peer speaks another version.
             RemoteProtocolError: only others answer there.
-            ResourceExhausted: this process has as many links as it may have.
+            ResourceExhausted: this process has as many connections as it may have.
         """
         self._check_open()
         if self.is_connected(peer):
+            self._connections[peer].remember(addresses)
             return
-        refusal = self._gate.refuse_peer(peer, "")
-        if refusal is not None:
-            raise PeerUnreachable(peer, f"peer {short(peer)} is not dialled: {refusal}")
         key = (peer, tuple(addresses))
         dial = self._dials.get(key)
         if dial is None:
-            dial = asyncio.get_running_loop().create_task(self._dial_each(*key, timeout_s))
+            dial = self._spawn(self._dial_peer(*key, timeout_s))
             self._dials[key] = dial
             dial.add_done_callback(lambda done: self._dial_done(key, done))
+        deadline = asyncio.get_running_loop().time() + timeout_s
         await asyncio.wait((dial,), timeout=timeout_s)  # which leaves the dial alone, whatever happens to this caller
+        connection = self._connections.get(peer)
+        if dial.done() and connection is not None and not connection.is_established:
+            # Another dial has led to a link, on which the peer has not answered yet.
+            await asyncio.wait((connection.ready,), timeout=max(0.0, deadline - asyncio.get_running_loop().time()))
         if self.is_connected(peer):
+            self._connections[peer].remember(addresses)
             return
         if not dial.done():
             raise PeerUnreachable(peer, f"peer {short(peer)} did not answer within {timeout_s:g} s")
         if dial.cancelled():
             raise PeerUnreachable(peer, f"the dial to peer {short(peer)} was given up: its link or this pool closed")
         dial.result()
+        raise PeerUnreachable(peer, f"the connection with peer {short(peer)} ended at once")
 
     async def identify(self, address: str, *, timeout_s: float = CONNECT_TIMEOUT_S) -> PeerId:
-        """Connects to whoever listens on ``address``, keeps the link and returns the proven identity.
+        """Connects to whoever listens on ``address``, keeps the connection and returns the proven identity.
 
         Raises: as ``connect``.
         """
         self._check_open()
-        for peer, entries in self._links.items():
-            if any(entry.address == address for entry in entries):
+        for peer, connection in self._connections.items():
+            if connection.is_established and any(end.address == address for end in connection.ends):
                 return peer
-        return (await self._dial(address, None, timeout_s)).peer
+        self._check_room()
+        async with _within(timeout_s, address):
+            link = await self._network.dial(address, expect=None, timeout_s=timeout_s)
+            connection = await self._begin(link, address)
+            await asyncio.shield(connection.ready)
+        return connection.peer
+
+    def reconsider(self, peer: PeerId, addresses: Sequence[str]) -> None:
+        """A better path to a connected peer may exist now. It is tried beside the present one, and replaces it."""
+        connection = self._connections.get(peer)
+        if connection is not None:
+            connection.remember(addresses)
+            connection.upgrade_at = self._clock()
+            connection.upgrade_after_s = UPGRADE_FIRST_S
+            self._look_for_better(connection, connection.upgrade_at)
 
     def is_connected(self, peer: PeerId) -> bool:
-        """Whether ``send`` would find a link."""
-        return peer in self._links
+        """Whether ``send`` takes frames for this peer, be it while its link is made again."""
+        connection = self._connections.get(peer)
+        return connection is not None and connection.is_established
 
-    def send(self, peer: PeerId, message: AnyMessage, payload: bytes | bytearray | memoryview = b"") -> None:
-        """Sends one frame, at once or as soon as those before it are written. Never waits.
+    def send(self, peer: PeerId, message: AnyMessage, payload: Payload = b"") -> None:
+        """Sends one frame, at once or as soon as credit, the line and more urgent frames permit. Never waits.
 
-        The payload may be changed as soon as this returns. When the peer reads too slowly for what it is sent, the
-        link is closed and ``on_closed`` says PeerTimeout.
+        The payload must not be changed afterwards. When the peer reads too slowly for what it is sent, the connection
+        ends and ``on_closed`` says PeerTimeout.
 
         Raises:
-            PeerUnreachable: there is no link with this peer.
+            PeerUnreachable: there is no connection with this peer.
             LocalProtocolError: the frame is larger than a receiver would accept.
         """
-        try:
-            entry = self._links[peer][0]
-        except KeyError as error:
-            raise PeerUnreachable(peer, f"there is no link with peer {short(peer)}") from error
-        self._post(entry, message, payload)
+        connection = self._connections.get(peer)
+        if connection is None or not connection.is_established:
+            raise PeerUnreachable(peer, f"there is no link with peer {short(peer)}")
+        connection.send(message, payload)
+
+    def drop(self, peer: PeerId, reason: str) -> None:
+        """Ends the connection with this peer, if there is one; both sides are told why."""
+        connection = self._connections.get(peer)
+        if connection is not None:
+            self.fail(connection, PeerClosed(peer, f"the connection with peer {short(peer)} was ended here: {reason}"))
+
+    def drop_refused(self) -> None:
+        """Ends the connections with peers that the gate refuses by now."""
+        for peer, connection in list(self._connections.items()):
+            hosts = [_host_of(end.link) or "" for end in connection.ends] or [""]
+            refusal = next(filter(None, (self._gate.refuse_peer(peer, host) for host in hosts)), None)
+            if refusal is not None:
+                self.fail(connection, PeerClosed(peer, f"peer {short(peer)} is refused here: {refusal}"))
 
     async def round_trip(self, peer: PeerId) -> float:
         """Measures the round trip now; seconds.
 
         Raises:
-            PeerUnreachable: there is no link with this peer.
-            PeerClosed: the link closed meanwhile.
+            PeerUnreachable: there is no connection with this peer.
+            PeerClosed: the connection ended meanwhile.
             PeerTimeout: no answer within DEAD_AFTER_S.
         """
-        entry = self._entry(peer)
-        ping = entry.heartbeat.ping(self._clock())
-        answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        entry.pings[ping.number] = answer
+        connection = self._connections.get(peer)
+        if connection is None or not connection.is_established:
+            raise PeerUnreachable(peer, f"there is no link with peer {short(peer)}")
         try:
-            self._post_own(entry, ping)
             async with asyncio.timeout(DEAD_AFTER_S):
-                return await answer
+                return await connection.round_trip()
         except TimeoutError as error:
             raise PeerTimeout(peer, f"peer {short(peer)} did not answer a ping in {DEAD_AFTER_S:g} s") from error
-        finally:
-            entry.pings.pop(ping.number, None)
 
     def round_trip_s(self, peer: PeerId) -> float | None:
-        """The best recent estimate of the round trip in seconds; None before the first measurement."""
-        entries = self._links.get(peer)
-        return entries[0].heartbeat.best_s() if entries else None
+        """The best recent estimate of the round trip on the present path, in seconds; None before the first."""
+        connection = self._connections.get(peer)
+        return connection.end.heartbeat.best_s() if connection is not None and connection.end is not None else None
+
+    def delivery_rate_Bps(self, peer: PeerId) -> float | None:
+        """How fast the present path to this peer delivers; None until there was more to send than it took."""
+        connection = self._connections.get(peer)
+        return connection.end.rate.rate_Bps if connection is not None and connection.end is not None else None
+
+    def path(self, peer: PeerId) -> PathKind | None:
+        """What the connection runs over now."""
+        connection = self._connections.get(peer)
+        return connection.end.link.path if connection is not None and connection.end is not None else None
+
+    def features(self, peer: PeerId) -> frozenset[str]:
+        """What the peer can do with beyond the version of the protocol."""
+        connection = self._connections.get(peer)
+        return connection.features if connection is not None else frozenset()
 
     def links(self) -> list[LinkView]:
-        """All links, those of one peer together, the one that is sent on first."""
+        """All connections that have a link now."""
         now = self._clock()
-        return [
-            LinkView(
-                peer=entry.link.peer,
-                path=entry.link.path,
-                remote_address=entry.link.remote_address,
-                round_trip_s=entry.heartbeat.best_s(),
-                since_s=now - entry.since,
-                # Only a tick tells the heartbeat of bytes: nothing is older here than that.
-                heard_s=now - entry.heartbeat.last_heard,
-                we_dialled=entry.address is not None,
-                bytes_in=entry.link.counters.bytes_in,
-                bytes_out=entry.link.counters.bytes_out,
-                frames_in=entry.link.counters.frames_in,
-                frames_out=entry.link.counters.frames_out,
-                queued_bytes=entry.link.queued_bytes,
-            )
-            for entries in self._links.values()
-            for entry in entries
-        ]
+        return [_view(each, each.end, now) for each in self._connections.values() if each.end is not None]
 
     @property
     def counters(self) -> Mapping[str, int]:
         """Frames and bytes in both directions since the start, links now, and refusals as ``refused_REASON``."""
         total = LinkCounters()
-        for counters in [self._past, *(e.link.counters for entries in self._links.values() for e in entries)]:
+        connections = [each for each in self._connections.values() if each.is_established]
+        for counters in [self._past, *(end.link.counters for each in self._connections.values() for end in each.ends)]:
             _add(total, counters)
         refused = Counter(self._refused)
         refused.update(self._network.refused)
         return {
-            "frames_in": total.frames_in,
-            "frames_out": total.frames_out,
+            "frames_in": self._past_frames_in + sum(each.frames_in for each in self._connections.values()),
+            "frames_out": self._past_frames_out + sum(each.frames_out for each in self._connections.values()),
             "bytes_in": total.bytes_in,
             "bytes_out": total.bytes_out,
-            "links": self._num_links,
-            "peers": len(self._links),
+            "links": sum(each.end is not None for each in connections),
+            "peers": len(connections),
+            "resumed": self._num_resumed + sum(each.num_resumed for each in self._connections.values()),
             **{f"refused_{reason}": count for reason, count in sorted(refused.items())},
         }
 
@@ -323,90 +357,237 @@ class LinkPool:
         self._closed = True
         if self._ticker is not None:
             self._ticker.cancel()
-        for dial in self._dials.values():
+        connections = list(self._connections.values())
+        for dial in [*self._dials.values(), *(each.dial for each in connections if each.dial is not None)]:
             dial.cancel()
-        entries = [entry for entries in self._links.values() for entry in entries]
-        await asyncio.gather(*(self._say_goodbye(entry, reason) for entry in entries))
-        await asyncio.gather(*(entry.link.aclose() for entry in entries))
+        await asyncio.gather(*(self._say_goodbye(connection, reason) for connection in connections))
+        for connection in connections:
+            self.fail(connection, LocalProtocolError("this pool of links is closed"))
+        for end in self._strangers:
+            end.link.abort()
+        if self._upload_timer is not None:
+            self._upload_timer.cancel()
         await asyncio.gather(*(listener.aclose() for listener in self._listeners))
-        await asyncio.gather(*(e.reader for e in entries if e.reader), return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def tick(self) -> None:
-        """Sends the pings that are due and closes the links of the dead. The pool calls this every TICK_S."""
+        """Sends the pings and acknowledgements that are due, and gives up what is dead. Called every TICK_S."""
         now = self._clock()
         absent_s = now - self._last_tick
         self._last_tick = now
-        for entry in [entry for entries in self._links.values() for entry in entries]:
+        for connection in list(self._connections.values()):
             if absent_s > ABSENT_AFTER_S:
-                entry.heartbeat.handle_absence(absent_s, now)
-            self._look(entry, now)
-            ping = entry.heartbeat.handle_timer(now)
-            if entry.heartbeat.liveness(now) is Liveness.DEAD:
-                peer = entry.link.peer
-                self._fail(entry, PeerTimeout(peer, f"peer {short(peer)} was silent for {DEAD_AFTER_S:g} s"))
-            elif ping is not None:
-                with contextlib.suppress(PeerError):
-                    self._post_own(entry, ping)
+                self._excuse(connection, absent_s, now)
+            self._look(connection, now)
+            for end in connection.ends:
+                if (end.is_retired or not end.is_introduced) and now - end.since > HELLO_TIMEOUT_S:
+                    end.link.abort("the peer did not say Hello, or was to close the link and did not")
+            if connection.end is None:
+                self._wait_for_link(connection, now)
+            else:
+                self._watch(connection, connection.end, now)
+        for end in self._strangers:
+            if now - end.since > HELLO_TIMEOUT_S:
+                self._refused["no-hello"] += 1
+                end.link.abort("the peer did not say Hello")
         self._bound_unfinished()
 
-    def drop_refused(self) -> None:
-        """Ends the links with peers that the gate refuses by now."""
-        for peer, entries in list(self._links.items()):
-            refusals = [self._gate.refuse_peer(peer, _host_of(entry.link) or "") for entry in entries]
-            if any(refusals):
-                self._drop(
-                    peer, PeerClosed(peer, f"peer {short(peer)} is refused here: {next(filter(None, refusals))}")
-                )
+    # Owner: what happens on the links.
+
+    def introduce(self, end: LinkEnd, hello: Hello) -> None:
+        """See Owner.introduce."""
+        if self._closed:
+            return
+        if end.connection is not None:
+            self._introduce_dialled(end, end.connection, hello)
+        elif end.address is None:
+            self._strangers.discard(end)
+            self._introduce_accepted(end, hello)
+
+    def link_lost(self, end: LinkEnd, error: PeerError) -> None:
+        """See Owner.link_lost."""
+        connection = end.connection
+        self._strangers.discard(end)
+        if connection is None:
+            return
+        if isinstance(error, RemoteProtocolError):
+            self.fail(connection, error)
+            return
+        was_in_use = connection.end is end
+        self._remove_end(connection, end)
+        if was_in_use:
+            self._suspend(connection, error)
+        elif not connection.is_established and not connection.ends:
+            self.fail(connection, PeerUnreachable(connection.peer, str(error)))
+
+    def fail(self, connection: Connection, error: FusionError) -> None:
+        """See Owner.fail."""
+        peer = connection.peer
+        if self._connections.get(peer) is not connection:
+            return
+        self._gate.report_failure(peer, next((_host_of(end.link) for end in connection.ends), None), error)
+        del self._connections[peer]
+        connection.over(error)
+        if connection.dial is not None:
+            connection.dial.cancel()
+        self._past_frames_in += connection.frames_in
+        self._past_frames_out += connection.frames_out
+        self._num_resumed += connection.num_resumed
+        for end in list(connection.ends):
+            if not isinstance(error, PeerTimeout) and not self._closed:
+                end.post(Goodbye(str(error)[:512]))
+            self._remove_end(connection, end)
+            if isinstance(error, PeerTimeout):
+                end.link.abort(str(error))
+            self._spawn(end.link.aclose())
+        if connection.is_established and not self._closed:
+            self._on_closed(peer, error)
+
+    def wait_for_upload(self) -> None:
+        """See Owner.wait_for_upload."""
+        if self._upload_timer is None and self._upload is not None:
+            due = self._upload.get_timer()
+            if due is not None:
+                delay_s = max(0.0, due - self._clock())
+                self._upload_timer = asyncio.get_running_loop().call_later(delay_s, self._upload_due)
+
+    def count(self, reason: str) -> None:
+        """See Owner.count."""
+        self._refused[reason] += 1
 
     # Links come and go.
 
     async def _accept(self, link: Link) -> None:
-        if self._closed:
+        if self._closed or link.peer == self._identity_peer:
             return
-        self._replace(link.peer, accepted=True)
-        if not self._make_room():
-            self._refused["too-many-links"] += 1
-            return
-        await self._run(self._add(link, None))
+        self._start_ticker()
+        end = LinkEnd(self, link, self._clock, address=None)
+        self._strangers.add(end)
+        link.start(end)
+        try:
+            await link.wait_closed()
+        finally:
+            self._strangers.discard(end)
 
-    async def _dial(self, address: str, expect: PeerId | None, timeout_s: float) -> Link:
-        if self._is_full() and self._longest_idle() is None:
-            raise self._too_many_links()
-        link = await self._network.dial(address, expect=expect, timeout_s=timeout_s)
-        if self._closed:
+    def _introduce_accepted(self, end: LinkEnd, hello: Hello) -> None:
+        """Finds the connection that a peer's Hello is for, or begins one, and answers."""
+        peer = end.link.peer
+        end.rank = (hello.epoch, peer < self._identity_peer)
+        known = self._connections.get(peer)
+        if known is not None and known.their_token not in (b"", hello.token):
+            self.fail(known, PeerClosed(peer, f"peer {short(peer)} connected again: its link before was lost"))
+            known = None
+        if hello.their_token and (known is None or known.token != hello.their_token):
+            self._refuse_link(end, "this connection is not known here (any more): the program was restarted")
+            return
+        if known is None and not self._make_room():
+            self._refused["too-many-links"] += 1
+            self._refuse_link(end, "this program has as many links as it may have")
+            return
+        connection = known or self._new_connection(peer)
+        connection.epoch = max(connection.epoch, hello.epoch)
+        if connection.rank >= end.rank:
+            self._spawn(end.link.aclose())  # of two links both sides keep the other one
+            return
+        self._attach(connection, end, hello)
+
+    def _introduce_dialled(self, end: LinkEnd, connection: Connection, hello: Hello) -> None:
+        peer = connection.peer
+        if connection.their_token not in (b"", hello.token):
+            self.fail(connection, PeerClosed(peer, f"peer {short(peer)} was restarted"))
+        elif hello.their_token != connection.token or hello.epoch != end.rank[0]:
+            raise WireError("a Hello that answers another one")
+        elif connection.rank >= end.rank:
+            self._remove_end(connection, end)
+            self._spawn(end.link.aclose())
+        else:
+            self._attach(connection, end, hello)
+
+    def _attach(self, connection: Connection, end: LinkEnd, hello: Hello) -> None:
+        replaced = connection.attach(end, hello)
+        if replaced is not None:
+            if end.address is None:
+                # Whoever has dialled the new link closes the old one, when it has our Hello: so it never has none.
+                replaced.retire()
+            else:
+                self._remove_end(connection, replaced)
+                self._spawn(replaced.link.aclose())
+        for key in [key for key in self._dials if key[0] == connection.peer]:
+            self._give_up_dial(key)
+        if end.link.path.rank > PathKind.DIRECT.rank:
+            connection.upgrade_after_s = UPGRADE_FIRST_S
+            connection.upgrade_at = self._clock() + UPGRADE_FIRST_S
+
+    def _refuse_link(self, end: LinkEnd, why: str) -> None:
+        end.post(Goodbye(why))
+        self._spawn(end.link.aclose())
+
+    def _remove_end(self, connection: Connection, end: LinkEnd) -> None:
+        if end in connection.ends:
+            _add(self._past, end.link.counters)
+        connection.lose_end(end)
+
+    def _suspend(self, connection: Connection, error: FusionError) -> None:
+        connection.suspend(error, self._clock())
+        self._dial_again(connection, connection.addresses)
+
+    def _new_connection(self, peer: PeerId) -> Connection:
+        connection = Connection(
+            peer,
+            self,
+            self._on_frame,
+            self._clock,
+            upload=self._upload,
+            max_queue_bytes=self._max_queue_bytes,
+            features=self._features,
+        )
+        self._connections[peer] = connection
+        return connection
+
+    # Dialling.
+
+    async def _begin(self, link: Link, address: str) -> Connection:
+        """Says Hello on a link that we have dialled, for the connection that there is or a new one.
+
+        Raises:
+            PeerUnreachable: the peer is refused by the gate, or is this process itself.
+            ResourceExhausted: there is no room for another peer.
+        """
+        peer = link.peer
+        refusal = "that is this program itself" if peer == self._identity_peer else self._gate.refuse_peer(peer, "")
+        if self._closed or refusal is not None:
             await link.aclose()
             self._check_open()
-        self._replace(link.peer, accepted=False)
-        if not self._make_room():  # only now: an address at which nobody answers costs no idle peer its link
-            await link.aclose()
-            raise self._too_many_links()
-        entry = self._add(link, address)
-        # In the same step, so that no two dials to one peer ever succeed.
-        for key in [key for key in self._dials if key[0] == link.peer]:
+            raise PeerUnreachable(peer, f"peer {short(peer)} is not connected to: {refusal}")
+        connection = self._connections.get(peer)
+        if connection is None:
+            if not self._make_room():  # only now: an address at which nobody answers costs no idle peer its link
+                await link.aclose()
+                raise self._too_many_links()
+            connection = self._new_connection(peer)
+        connection.remember([address])
+        self._start_ticker()
+        end = LinkEnd(self, link, self._clock, address=address)
+        connection.begin(end)
+        link.start(end)
+        # In the same step, so that no two dials to one peer go on.
+        for key in [key for key in self._dials if key[0] == peer]:
             if self._dials[key] is not asyncio.current_task():
-                self._dials.pop(key).cancel()
-        entry.reader = asyncio.get_running_loop().create_task(self._run(entry))
-        return link
+                self._give_up_dial(key)
+        return connection
 
-    async def _dial_each(self, peer: PeerId, addresses: tuple[str, ...], timeout_s: float) -> None:
-        failures: list[FusionError] = []
-        deadline = asyncio.get_running_loop().time() + timeout_s
-        for tried, address in enumerate(addresses):
-            # An address that swallows everything must leave time for those behind it.
-            left_s = deadline - asyncio.get_running_loop().time()
-            try:
-                await self._dial(address, peer, max(left_s / (len(addresses) - tried), 0.05))
-                return
-            except PeerError as error:
-                failures.append(error)
-            if self.is_connected(peer):  # it has dialled us meanwhile
-                return
-        for kind in (ProtocolVersionMismatch, RemoteProtocolError):
-            for failure in failures:
-                if isinstance(failure, kind):
-                    raise failure
-        why = "; ".join(str(failure) for failure in failures) or "no address of it is known"
-        raise PeerUnreachable(peer, f"peer {short(peer)} cannot be reached: {why}")
+    async def _dial_peer(self, peer: PeerId, addresses: tuple[str, ...], timeout_s: float) -> None:
+        refusal = self._gate.refuse_peer(peer, "")
+        if refusal is not None:
+            raise PeerUnreachable(peer, f"peer {short(peer)} is not connected to: {refusal}")
+        self._check_room()
+        try:
+            async with _within(timeout_s, peer):
+                link, address = await dial_any(self._network, peer, addresses, timeout_s=timeout_s)
+                connection = await self._begin(link, address)
+                await asyncio.shield(connection.ready)
+        except DialFailed as error:
+            raise error.most_telling() from None
 
     def _dial_done(self, key: tuple[PeerId, tuple[str, ...]], dial: asyncio.Task[None]) -> None:
         if self._dials.get(key) is dial:
@@ -414,223 +595,219 @@ class LinkPool:
         if not dial.cancelled():
             dial.exception()  # whoever waited has it; nobody may have
 
+    def _give_up_dial(self, key: tuple[PeerId, tuple[str, ...]]) -> None:
+        self._dials.pop(key).cancel()
+
+    def _dial_again(self, connection: Connection, addresses: Sequence[str]) -> None:
+        """One more link for a connection: because it has none, or a worse one."""
+        if connection.dial is None and addresses and not self._closed:
+            connection.dial = self._spawn(self._redial(connection, tuple(addresses)))
+
+    async def _redial(self, connection: Connection, addresses: tuple[str, ...]) -> None:
+        try:
+            link, address = await dial_any(self._network, connection.peer, addresses, timeout_s=RESUME_S)
+        except DialFailed as error:
+            connection.dial = None
+            if connection.end is None and error.is_refused and isinstance(connection.suspension, PeerClosed):
+                why = f"{connection.suspension}, and nobody listens where it was"
+                self.fail(connection, PeerClosed(connection.peer, why))
+            return
+        finally:
+            connection.dial = None
+        if self._connections.get(connection.peer) is not connection:
+            await link.aclose()
+            return
+        with contextlib.suppress(PeerUnreachable):
+            await self._begin(link, address)
+
+    def _look_for_better(self, connection: Connection, now: float) -> None:
+        if connection.end is None or now < connection.upgrade_at:
+            return
+        present = connection.end.link.path.rank
+        better = [address for address in connection.addresses if self._network.path_of(address).rank < present]
+        if better:
+            connection.upgrade_after_s = min(max(UPGRADE_FIRST_S, connection.upgrade_after_s * 2), UPGRADE_LAST_S)
+            connection.upgrade_at = now + connection.upgrade_after_s
+            self._dial_again(connection, better)
+
+    # Room.
+
     def _is_full(self) -> bool:
-        return self._num_links >= self._max_links
+        return len(self._connections) >= self._max_links
 
     def _make_room(self) -> bool:
-        """Whether there is room for one more link, if need be in place of the peer that is idle for longest."""
+        """Whether there is room for one more peer, if need be in place of the one that is idle for longest."""
         if self._is_full():
-            peer = self._longest_idle()
-            if peer is None:
+            connection = self._longest_idle()
+            if connection is None:
                 return False
-            self._drop(peer, PeerClosed(peer, f"peer {short(peer)} was idle, and its link is needed for another"))
+            why = f"peer {short(connection.peer)} was idle, and its link is needed for another"
+            self.fail(connection, PeerClosed(connection.peer, why))
         return True
 
-    def _longest_idle(self) -> PeerId | None:
+    def _longest_idle(self) -> Connection | None:
         now = self._clock()
-        last_used: dict[PeerId, float] = {}
-        for peer, entries in self._links.items():
-            for entry in entries:
-                self._look(entry, now)
-            last_used[peer] = max(entry.last_used for entry in entries)
-        idle = [peer for peer, used in last_used.items() if now - used >= IDLE_AFTER_S and not self._is_needed(peer)]
-        return min(idle, key=last_used.__getitem__, default=None)
+        for connection in self._connections.values():
+            self._look(connection, now)
+        idle = [
+            each
+            for each in self._connections.values()
+            if now - each.last_used >= IDLE_AFTER_S and not self._is_needed(each.peer)
+        ]
+        return min(idle, key=lambda each: each.last_used, default=None)
+
+    def _check_room(self) -> None:
+        if self._is_full() and self._longest_idle() is None:
+            raise self._too_many_links()
 
     def _too_many_links(self) -> ResourceExhausted:
-        return ResourceExhausted(f"this process has {self._num_links} links, which is its limit")
-
-    def _replace(self, peer: PeerId, *, accepted: bool) -> None:
-        """Makes way for a new link with ``peer``, of which we may have one that it dialled and one that we did."""
-        if any((entry.address is None) == accepted for entry in self._links.get(peer, ())):
-            self._drop(peer, PeerClosed(peer, f"peer {short(peer)} connected again: its link before was lost"))
-
-    def _drop(self, peer: PeerId, reason: FusionError) -> None:
-        """Ends all links with ``peer`` and reports it now, not when their readers notice."""
-        entries = list(self._links[peer])
-        reason = next((entry.reason for entry in entries if entry.reason is not None), reason)
-        for entry in entries:
-            self._fail(entry, reason)
-            self._remove(entry)
-            _end_pings(entry, reason)
-        self._on_closed(peer, reason)
-
-    def _add(self, link: Link, address: str | None) -> _PooledLink:
-        now = self._clock()
-        heartbeat = Heartbeat(last_heard=now, last_sent=now, draw_number=partial(secrets.randbits, 32))
-        entry = _PooledLink(link, heartbeat, now, address=address, last_used=now)
-        self._links.setdefault(link.peer, []).append(entry)
-        self._num_links += 1
-        if self._ticker is None:
-            self._last_tick = now
-            self._ticker = asyncio.get_running_loop().create_task(self._tick_forever())
-        with contextlib.suppress(PeerError):
-            self._post_own(entry, entry.heartbeat.ping(now))  # the first round trip is known from the start
-        return entry
-
-    async def _run(self, entry: _PooledLink) -> None:
-        """Reads one link until it ends."""
-        link = entry.link
-        peer, on_frame = link.peer, self._on_frame
-
-        def handle(frame: Frame) -> None:
-            message, payload = frame
-            try:
-                if isinstance(message, _OURS):
-                    self._dispatch(entry, message)
-                else:
-                    on_frame(peer, message, payload)
-            except FusionError as error:
-                self._fail(entry, error)
-            except Exception as error:  # noqa: BLE001 - the per-stream handler: a bug costs one link, not the node
-                # Without the exception's text, which may quote what the peer sent.
-                _log.error("the handler of a frame failed", peer=peer, error=type(error).__name__)
-                self._fail(entry, LocalProtocolError(f"the handler of a frame failed with {type(error).__name__}"))
-
-        try:
-            await link.serve(handle)
-        except FusionError as error:
-            reason = entry.reason or error
-        finally:
-            had_link = self._remove(entry)
-        self._gate.report_failure(peer, _host_of(link), reason)
-        try:
-            if had_link:
-                self._lost(entry, reason)
-        finally:
-            await link.aclose()
-
-    def _dispatch(self, entry: _PooledLink, message: Ping | Pong | Goodbye) -> None:
-        entry.num_own_frames += 1
-        match message:
-            case Ping():
-                with contextlib.suppress(PeerError):
-                    self._post_own(entry, Pong(message.number))
-            case Pong():
-                round_trip_s = entry.heartbeat.pong(message.number, self._clock())
-                waiting = entry.pings.get(message.number)
-                if round_trip_s is None:
-                    self._refused["unexpected-pong"] += 1
-                elif waiting is not None and not waiting.done():
-                    waiting.set_result(round_trip_s)
-            case Goodbye():
-                peer = entry.link.peer
-                raise PeerClosed(peer, f"peer {short(peer)} left: {printable(message.reason) or 'no reason given'}")
-
-    def _remove(self, entry: _PooledLink) -> bool:
-        """Forgets a link; False when that was done before."""
-        peer = entry.link.peer
-        entries = self._links.get(peer, [])
-        if entry not in entries:
-            return False
-        entries.remove(entry)
-        self._num_links -= 1
-        _add(self._past, entry.link.counters)
-        if not entries:
-            del self._links[peer]
-        return True
-
-    def _lost(self, entry: _PooledLink, reason: FusionError) -> None:
-        peer = entry.link.peer
-        _end_pings(entry, reason)
-        others = self._links.get(peer)
-        if others:
-            # Frames may have been lost with this link: the peer is gone as far as its sessions are concerned.
-            for other in others:
-                self._fail(other, reason)
-        elif not self._closed:
-            self._on_closed(peer, reason)
-
-    def _fail(self, entry: _PooledLink, reason: FusionError) -> None:
-        """Ends a link for a reason of ours; its reader does the rest."""
-        if entry.reason is None:
-            entry.reason = reason
-            entry.link.abort()
-
-    def _post(self, entry: _PooledLink, message: AnyMessage, payload: bytes | bytearray | memoryview = b"") -> None:
-        link = entry.link
-        try:
-            link.post(message, payload)
-        except PeerClosed as error:
-            raise PeerUnreachable(link.peer, str(entry.reason or error)) from error
-        if link.queued_bytes > self._max_queue_bytes:
-            self._fail(entry, PeerTimeout(link.peer, f"peer {short(link.peer)} does not read what it is sent"))
-
-    def _post_own(self, entry: _PooledLink, message: Ping | Pong) -> None:
-        self._post(entry, message)
-        entry.num_own_frames += 1
-
-    async def _say_goodbye(self, entry: _PooledLink, reason: str) -> None:
-        with contextlib.suppress(FusionError, TimeoutError):
-            entry.link.post(Goodbye(reason[:512]))
-            async with asyncio.timeout(GOODBYE_S):
-                await entry.link.drain()
+        return ResourceExhausted(f"this process has {len(self._connections)} links, which is its limit")
 
     # Time.
+
+    def _start_ticker(self) -> None:
+        if self._ticker is None:
+            self._last_tick = self._clock()
+            self._ticker = asyncio.get_running_loop().create_task(self._tick_forever())
 
     async def _tick_forever(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
             self.tick()
 
-    def _look(self, entry: _PooledLink, now: float) -> None:
-        """Tells the heartbeat what has moved since it was last told. Cheaper than a clock reading per frame."""
-        counters = entry.link.counters
-        if counters.bytes_in != entry.seen_bytes_in:
-            num_bytes = counters.bytes_in - entry.seen_bytes_in
-            entry.seen_bytes_in = counters.bytes_in
-            entry.heartbeat.heard(now)
-            self._bound_traffic(entry, num_bytes)
-        if counters.bytes_out != entry.seen_bytes_out:
-            entry.seen_bytes_out = counters.bytes_out
-            entry.heartbeat.sent(now)
-        num_frames = counters.frames_in + counters.frames_out - entry.num_own_frames
-        if num_frames != entry.seen_frames:
-            entry.seen_frames = num_frames
-            entry.last_used = now
-        if not entry.link.unfinished_bytes:
-            entry.unfinished_since = None
-        elif entry.unfinished_since is None or counters.frames_in != entry.seen_frames_in:
-            entry.unfinished_since = now
-        entry.seen_frames_in = counters.frames_in
+    def _watch(self, connection: Connection, end: LinkEnd, now: float) -> None:
+        """A connection with a link: signs of life, acknowledgements, stalls."""
+        ping = end.heartbeat.handle_timer(now)
+        liveness = end.heartbeat.liveness(now)
+        peer = connection.peer
+        if liveness is Liveness.DEAD:
+            error = PeerTimeout(peer, f"peer {short(peer)} was silent for {DEAD_AFTER_S:g} s")
+            self._remove_end(connection, end)
+            end.link.abort(str(error))
+            self._suspend(connection, error)
+            return
+        if ping is not None:
+            end.post(ping)
+        if liveness is Liveness.SUSPECT:
+            self._dial_again(connection, connection.addresses)  # before the old link is given up
+        elif end.link.path.rank > PathKind.DIRECT.rank:
+            self._look_for_better(connection, now)
+        if connection.transfer.has_news():
+            end.post_ack()
+        if connection.transfer.progress != connection.seen_progress or not connection.transfer.queued_bytes:
+            connection.seen_progress = connection.transfer.progress
+            connection.progress_at = now
+        elif now - connection.progress_at >= STALLED_AFTER_S:
+            self.fail(connection, PeerTimeout(peer, f"peer {short(peer)} does not read what it is sent"))
 
-    def _bound_traffic(self, entry: _PooledLink, num_bytes: int) -> None:
-        """Ends the link with a peer that sends more than it may."""
-        peer, num_frames = entry.link.peer, entry.link.counters.frames_in
-        excess = self._gate.refuse_traffic(peer, num_frames - entry.bounded_frames_in, num_bytes)
-        entry.bounded_frames_in = num_frames
-        if excess is not None:
-            self._fail(entry, RemoteProtocolError(peer, f"peer {short(peer)} sends more than it may: {excess}"))
+    def _wait_for_link(self, connection: Connection, now: float) -> None:
+        if not connection.is_established:
+            return
+        if now - connection.suspended_at >= RESUME_S:
+            peer = connection.peer
+            self.fail(connection, connection.suspension or PeerClosed(peer, f"the link with {short(peer)} was lost"))
+        else:
+            self._dial_again(connection, connection.addresses)
+
+    def _excuse(self, connection: Connection, absent_s: float, now: float) -> None:
+        """We were not there: nobody could be heard meanwhile, nor could a link be made."""
+        connection.suspended_at = min(connection.suspended_at + absent_s, now)
+        connection.progress_at = min(connection.progress_at + absent_s, now)
+        for end in connection.ends:
+            end.since = min(end.since + absent_s, now)
+            end.heartbeat.handle_absence(absent_s, now)
+
+    def _look(self, connection: Connection, now: float) -> None:
+        """Notes what has moved since the last look. Cheaper than a clock reading per frame."""
+        end = connection.end
+        if end is not None:
+            counters = end.link.counters
+            if counters.bytes_in != end.seen_bytes_in:
+                end.seen_bytes_in = counters.bytes_in
+                end.heartbeat.heard(now)
+            if counters.bytes_out != end.seen_bytes_out:
+                end.seen_bytes_out = counters.bytes_out
+                end.heartbeat.sent(now)
+        num_frames = connection.frames_in + connection.frames_out
+        if num_frames != connection.seen_frames:
+            connection.seen_frames = num_frames
+            connection.last_used = now
+        if not connection.transfer.unfinished_bytes:
+            connection.unfinished_since = None
+        elif connection.unfinished_since is None or connection.frames_in != connection.seen_frames_in:
+            connection.unfinished_since = now
+        self._look_at_traffic(connection)
+
+    def _look_at_traffic(self, connection: Connection) -> None:
+        received = connection.transfer.received_bytes
+        num_frames, num_bytes = connection.frames_in - connection.seen_frames_in, received - connection.seen_bytes_in
+        connection.seen_frames_in, connection.seen_bytes_in = connection.frames_in, received
+        if num_bytes:
+            refusal = self._gate.refuse_traffic(connection.peer, num_frames, num_bytes)
+            if refusal is not None:
+                why = f"peer {short(connection.peer)} sends more than it may: {refusal}"
+                self.fail(connection, RemoteProtocolError(connection.peer, why))
 
     def _bound_unfinished(self) -> None:
-        """Closes links until unfinished frames hold what they may, those first that take longest to finish theirs.
+        """Ends connections until unfinished frames hold what they may, those first that take longest to finish theirs.
 
         Not a deadline, which a long frame on a thin line would miss also where there is memory for all; and not the
-        largest frame first, which would be an honest one where many hold a little of theirs for ever.
+        largest frame first, which would be an honest one where many hold a little of theirs for ever. Before it comes
+        to that, only the one that goes first gets more credit.
         """
-        unfinished = [
-            (entry.unfinished_since, entry)
-            for entries in self._links.values()
-            for entry in entries
-            if entry.unfinished_since is not None
-        ]
-        total_bytes = sum(entry.link.unfinished_bytes for _, entry in unfinished)
-        for _, entry in sorted(unfinished, key=lambda pair: pair[0]):
+        unfinished = sorted(
+            (each for each in self._connections.values() if each.unfinished_since is not None),
+            key=lambda each: each.unfinished_since or 0.0,
+        )
+        total_bytes = sum(each.transfer.unfinished_bytes for each in unfinished)
+        is_short = total_bytes > self._max_unfinished_bytes // 2
+        for number, connection in enumerate(unfinished):
+            connection.transfer.is_restrained = is_short and number > 0
+        for connection in unfinished:
             if total_bytes <= self._max_unfinished_bytes:
                 return
-            total_bytes -= entry.link.unfinished_bytes
+            total_bytes -= connection.transfer.unfinished_bytes
             self._refused["unfinished-frame"] += 1
-            peer = entry.link.peer
-            self._fail(entry, PeerTimeout(peer, f"peer {short(peer)} did not finish a frame while memory was short"))
+            why = f"peer {short(connection.peer)} did not finish a frame while memory was short"
+            self.fail(connection, PeerTimeout(connection.peer, why))
 
-    def _entry(self, peer: PeerId) -> _PooledLink:
-        entries = self._links.get(peer)
-        if not entries:
-            raise PeerUnreachable(peer, f"there is no link with peer {short(peer)}")
-        return entries[0]
+    def _upload_due(self) -> None:
+        self._upload_timer = None
+        upload = self._upload
+        if upload is not None:
+            while isinstance(connection := upload.next_waiting(self._clock()), Connection):
+                connection.pump()
+            self.wait_for_upload()
+
+    # The end.
+
+    async def _say_goodbye(self, connection: Connection, reason: str) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GOODBYE_S):
+                if connection.end is not None:
+                    await connection.drain()
+        for end in connection.ends:
+            end.post(Goodbye(reason[:512]))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def _check_open(self) -> None:
         if self._closed:
             raise LocalProtocolError("this pool of links is closed")
+
+
+@contextlib.asynccontextmanager
+async def _within(timeout_s: float, who: str) -> Any:
+    """Turns the end of a time limit into PeerUnreachable."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            yield
+    except TimeoutError as error:
+        raise PeerUnreachable(who, f"{who} did not answer within {timeout_s:g} s") from error
 
 
 def _host_of(link: Link) -> str | None:
@@ -642,13 +819,26 @@ def _host_of(link: Link) -> str | None:
 
 
 def _add(total: LinkCounters, counters: LinkCounters) -> None:
-    total.frames_in += counters.frames_in
-    total.frames_out += counters.frames_out
+    total.segments_in += counters.segments_in
+    total.segments_out += counters.segments_out
     total.bytes_in += counters.bytes_in
     total.bytes_out += counters.bytes_out
 
 
-def _end_pings(entry: _PooledLink, reason: FusionError) -> None:
-    for answer in entry.pings.values():
-        if not answer.done():
-            answer.set_exception(PeerClosed(entry.link.peer, str(reason)))
+def _view(connection: Connection, end: LinkEnd, now: float) -> LinkView:
+    return LinkView(
+        peer=connection.peer,
+        path=end.link.path,
+        remote_address=end.link.remote_address,
+        round_trip_s=end.heartbeat.best_s(),
+        delivery_rate_Bps=end.rate.rate_Bps,
+        since_s=now - connection.since,
+        heard_s=now - end.heartbeat.last_heard,  # only a tick tells the heartbeat: nothing is older here than that
+        we_dialled=end.address is not None,
+        bytes_in=connection.transfer.received_bytes,
+        bytes_out=connection.transfer.sent_bytes,
+        frames_in=connection.frames_in,
+        frames_out=connection.frames_out,
+        queued_bytes=connection.transfer.queued_bytes,
+        num_resumed=connection.num_resumed,
+    )

@@ -97,18 +97,6 @@ class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Base of all messages; the tag is the class name, the first element of the array."""
 
 
-class Ping(Message, frozen=True, array_like=True, tag="ping"):
-    """Asks for a Pong with the same number: a round trip and a sign of life."""
-
-    number: U32
-
-
-class Pong(Message, frozen=True, array_like=True, tag="pong"):
-    """Answers a Ping."""
-
-    number: U32
-
-
 class StatusRequest(Message, frozen=True, array_like=True, tag="status?"):
     """Asks a node for its present record and counters."""
 
@@ -262,16 +250,8 @@ class SessionClosed(Message, frozen=True, array_like=True, tag="closed"):
     epoch: U32
 
 
-class Goodbye(Message, frozen=True, array_like=True, tag="bye"):
-    """The sender closes the link on purpose, after this message."""
-
-    reason: Reason
-
-
 AnyMessage: TypeAlias = (
-    Ping
-    | Pong
-    | StatusRequest
+    StatusRequest
     | StatusReply
     | BandwidthProbe
     | BandwidthReport
@@ -283,7 +263,6 @@ AnyMessage: TypeAlias = (
     | SessionFailed
     | CloseSession
     | SessionClosed
-    | Goodbye
 )
 
 _DECODE = msgspec.msgpack.Decoder(AnyMessage).decode
@@ -386,10 +365,7 @@ __all__ = [
     "BandwidthReport",
     "CloseSession",
     "Frame",
-    "Goodbye",
     "OpenSession",
-    "Ping",
-    "Pong",
     "SessionClosed",
     "SessionFailed",
     "SessionOpened",

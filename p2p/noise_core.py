@@ -25,9 +25,9 @@ whoever has recorded a message 1 can send it again, and gets a message 2 that on
 The preamble has another magic then, so that public and private programs can tell each other what is wrong; only a
 private responder says nothing to a public program.
 
-A sealed segment is a Noise transport message (§5.1: counter nonces, one key per direction, at most 65,535 bytes). A
-frame longer than one segment is split: short segments stay in the processor's cache, let the receiver decrypt while
-the sender still encrypts, bound what a stranger can make a receiver buffer, and count as signs of life one by one.
+A sealed segment is a Noise transport message (§5.1: counter nonces, one key per direction, at most 65,535 bytes). What
+is in it concerns p2p.transfer_core. Short segments stay in the processor's cache, let the receiver decrypt while the
+sender still encrypts, bound what a stranger can make a receiver buffer, and count as signs of life one by one.
 
 Randomness: the static private key is handed in; the ephemeral key is drawn by the ``noiseprotocol`` package (from the
 operating system), except where a known-answer test hands one in. No timers; the shell bounds the handshake's duration.
@@ -39,7 +39,6 @@ from __future__ import annotations
 
 import enum
 import struct
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from cryptography.exceptions import InvalidTag
@@ -49,7 +48,6 @@ from noise.connection import Keypair, NoiseConnection
 from noise.exceptions import NoiseHandshakeError, NoiseInvalidMessage, NoiseValueError
 
 from fusion_node.types import PeerId
-from fusion_node.wire import MAX_FRAME_BYTES
 from p2p.identity import Identity, is_signed_by, peer_id_of, public_key_of
 from p2p.records import PROTOCOL_VERSION
 
@@ -73,9 +71,7 @@ _PRIVATE_MAGIC = b"fusion-priv\x00"
 _PREAMBLE = struct.Struct("<12sI")
 _STATIC_KEY_DOMAIN = b"fusion-node/noise-static/1:"
 _PAYLOAD_BYTES = 32 + 64
-_LENGTH = struct.Struct("<I")
-_NONCE = struct.Struct("<4xQ")
-_MAX_SHORT_FRAME_BYTES = MAX_SEGMENT_PLAIN_BYTES - _LENGTH.size
+_pack_nonce = struct.Struct("<4xQ").pack
 
 
 class LinkRefusal(enum.StrEnum):
@@ -88,6 +84,9 @@ class LinkRefusal(enum.StrEnum):
     WRONG_VERSION = "wrong-version"
     OTHER_SWARM = "other-swarm"
     HANDSHAKE_TIMEOUT = "handshake-timeout"
+
+
+_NOT_IN_ITS_PLACE = (LinkRefusal.REPLAYED_OR_FORGED, "a segment does not authenticate in its place")
 
 
 class LinkRefused(ValueError):
@@ -253,47 +252,28 @@ class Handshake:
 
 
 class Sealer:
-    """Seals the frames of one direction. Every segment that ``seal`` yields must be sent, in that order."""
+    """Seals the segments of one direction. Every one must be sent, in that order."""
 
     def __init__(self, key: bytes, *, max_segments: int = MAX_SEGMENTS) -> None:
         self._max_segments = max_segments
         self._encrypt = ChaCha20Poly1305(key).encrypt
         self._counter = 0
 
-    def seal(self, head: bytes, payload: bytes | bytearray | memoryview = b"") -> Iterable[bytes]:
-        """The sealed segments of one frame, whose bytes are ``head`` and then ``payload``.
+    def seal(self, plain: bytes) -> bytes:
+        """The segment with this content, of 1 to MAX_SEGMENT_PLAIN_BYTES.
 
         Raises:
-            LinkRefused: the frame is longer than a receiver accepts, or the link has sealed as much as it may.
+            LinkRefused: the link has sealed as much as it may.
         """
-        total = len(head) + len(payload)
-        if total <= _MAX_SHORT_FRAME_BYTES:
-            return (self._seal_one(b"".join((_LENGTH.pack(total), head, payload))),)
-        if total > MAX_FRAME_BYTES:
-            raise LinkRefused(LinkRefusal.OVERSIZED, f"frame of {total} bytes exceeds {MAX_FRAME_BYTES}")
-        return self._seal_long(total, head, memoryview(payload))
-
-    def _seal_long(self, total: int, head: bytes, view: memoryview) -> Iterator[bytes]:
-        if len(head) + _LENGTH.size > MAX_SEGMENT_PLAIN_BYTES:  # a header close to its limit of 64 KiB
-            head, view = b"", memoryview(b"".join((head, view)))
-        taken = MAX_SEGMENT_PLAIN_BYTES - _LENGTH.size - len(head)
-        yield self._seal_one(b"".join((_LENGTH.pack(total), head, view[:taken])))
-        for start in range(taken, len(view), MAX_SEGMENT_PLAIN_BYTES):
-            yield self._seal_one(view[start : start + MAX_SEGMENT_PLAIN_BYTES])
-
-    def _seal_one(self, plain: bytes | memoryview) -> bytes:
         if self._counter >= self._max_segments:
             raise LinkRefused(LinkRefusal.OVERSIZED, "the link has carried as much as one key may: open a new link")
-        sealed = self._encrypt(_NONCE.pack(self._counter), plain, None)
+        sealed = self._encrypt(_pack_nonce(self._counter), plain, None)
         self._counter += 1
         return sealed
 
 
 class Opener:
-    """Opens the segments of one direction and puts frames together.
-
-    States: between frames, or within a frame of known length; dead after the first segment that is refused.
-    """
+    """Opens the segments of one direction. Dead after the first that is refused."""
 
     def __init__(self, key: bytes, *, max_segments: int = MAX_SEGMENTS) -> None:
         self._max_segments = max_segments
@@ -302,66 +282,45 @@ class Opener:
         self._decrypt_into = aead.decrypt_into
         self._counter = 0
         self._failure: LinkRefused | None = None
-        self._frame: memoryview | None = None
-        self._filled = 0
 
-    @property
-    def unfinished_bytes(self) -> int:
-        """What has come of a frame that is not complete."""
-        return 0 if self._frame is None else self._filled
-
-    def open(self, segment: bytes | bytearray | memoryview) -> memoryview | None:
-        """The frame that this segment completes, as a read-only view; None within a frame.
+    def open(self, segment: bytes | bytearray | memoryview) -> bytes:
+        """The content of the next segment.
 
         Raises:
             LinkRefused: the segment is not the next one that the peer sealed, or breaks a limit.
         """
+        counter = self._counter
+        if self._failure is not None or len(segment) > MAX_SEGMENT_BYTES or counter >= self._max_segments:
+            self._check(segment)
+        try:
+            plain = self._decrypt(_pack_nonce(counter), segment, None)
+        except InvalidTag as error:
+            raise self._refuse(_NOT_IN_ITS_PLACE) from error
+        self._counter = counter + 1
+        return plain
+
+    def open_into(self, segment: bytes | bytearray | memoryview, place: memoryview) -> None:
+        """Like ``open``, into ``place``, which has the length of the content. Whatever was there is overwritten.
+
+        Raises:
+            LinkRefused: as ``open``; ``place`` then holds nonsense.
+        """
+        self._check(segment)
+        try:
+            self._decrypt_into(_pack_nonce(self._counter), segment, None, place)
+        except InvalidTag as error:
+            raise self._refuse(_NOT_IN_ITS_PLACE) from error
+        self._counter += 1
+
+    def _check(self, segment: bytes | bytearray | memoryview) -> None:
         if self._failure is not None:
             raise self._failure
-        try:
-            if len(segment) > MAX_SEGMENT_BYTES or self._counter >= self._max_segments:
-                raise LinkRefused(LinkRefusal.OVERSIZED, f"segment {self._counter} of {len(segment)} bytes")
-            if self._frame is not None:
-                return self._next(self._frame, segment)
-            plain = self._decrypt(_NONCE.pack(self._counter), segment, None)
-            self._counter += 1
-            body = memoryview(plain)[_LENGTH.size :]
-            (total,) = _LENGTH.unpack_from(plain)
-            if total == len(body):
-                return body
-            self._begin(total, body)
-            return None
-        except InvalidTag as error:
-            self._failure = LinkRefused(LinkRefusal.REPLAYED_OR_FORGED, "a segment does not authenticate in its place")
-            raise self._failure from error
-        except struct.error as error:
-            self._failure = LinkRefused(LinkRefusal.MALFORMED, "segment without a frame length")
-            raise self._failure from error
-        except LinkRefused as refused:
-            self._failure = refused
-            raise
+        if len(segment) > MAX_SEGMENT_BYTES or self._counter >= self._max_segments:
+            raise self._refuse((LinkRefusal.OVERSIZED, f"segment {self._counter} of {len(segment)} bytes"))
 
-    def _begin(self, total: int, body: memoryview) -> None:
-        if total > MAX_FRAME_BYTES:
-            raise LinkRefused(LinkRefusal.OVERSIZED, f"frame of {total} bytes exceeds {MAX_FRAME_BYTES}")
-        if len(body) != MAX_SEGMENT_PLAIN_BYTES - _LENGTH.size or total < len(body):
-            raise LinkRefused(LinkRefusal.MALFORMED, "segment and frame length contradict each other")
-        # Pages of a fresh bytearray are not resident before they are written: an announced length costs nothing.
-        self._frame = memoryview(bytearray(total))
-        self._frame[: len(body)] = body
-        self._filled = len(body)
-
-    def _next(self, frame: memoryview, segment: bytes | bytearray | memoryview) -> memoryview | None:
-        end = min(self._filled + MAX_SEGMENT_PLAIN_BYTES, len(frame))
-        if len(segment) != end - self._filled + TAG_BYTES:
-            raise LinkRefused(LinkRefusal.MALFORMED, "segment of another length than the frame leaves")
-        self._decrypt_into(_NONCE.pack(self._counter), segment, None, frame[self._filled : end])
-        self._counter += 1
-        self._filled = end
-        if end < len(frame):
-            return None
-        self._frame = None
-        return frame.toreadonly()
+    def _refuse(self, why: tuple[LinkRefusal, str]) -> LinkRefused:
+        self._failure = LinkRefused(*why)
+        return self._failure
 
 
 def _identity_payload(identity: Identity, static_public: bytes) -> bytes:

@@ -29,7 +29,7 @@ from fusion_node.wire import SignedEnvelope, WireError, decode_bounded
 from p2p.identity import Identity, is_signed_by
 from p2p.record_columns import RecordColumns
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Of records, plans and data-plane frames together. Raised when an old program could misread a new one."""
 
 MAX_RECORD_BYTES = 16 * 1024

@@ -1,11 +1,10 @@
-"""A Link over any Channel: the handshake, the sealing and the order of what is sent.
+"""A Link over any Channel: the handshake, and the sealing of what is sent.
 
 Everything that the transports have in common is here, so that the in-memory twin exercises the same code, with really
-encrypted bytes, as the WebSocket. The cryptography is in p2p.noise_core.
+encrypted bytes, as the WebSocket. The cryptography is in p2p.noise_core; what the segments hold, in p2p.connection.
 
-A frame is sealed when it is posted, not when it is written: the payload is then free for its owner, and the cost is the
-same. While the transport has room, a posted frame is written in the same call, without waking any task; and a received
-one reaches its handler in the call in which the transport read it.
+A segment is handed to the transport in the call that writes it, and reaches its receiver in the call in which the
+transport read it.
 """
 
 from __future__ import annotations
@@ -14,12 +13,10 @@ import asyncio
 import contextlib
 import secrets
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 from fusion_node.errors import (
-    LocalProtocolError,
     PeerClosed,
     PeerError,
     PeerUnreachable,
@@ -29,16 +26,15 @@ from fusion_node.errors import (
 from fusion_node.types import PeerId
 from fusion_node.wire import WireError
 from p2p.identity import Identity, short
-from p2p.messages import AnyMessage, Frame, decode_message, encode_message
-from p2p.noise_core import Handshake, LinkKeys, LinkRefusal, LinkRefused, Opener, Sealer
+from p2p.noise_core import TAG_BYTES, Handshake, LinkKeys, LinkRefusal, LinkRefused, Opener, Sealer
 from p2p.records import PROTOCOL_VERSION
-from p2p.seam import Channel, LinkCounters, PathKind
-
-MAX_INBOX_BYTES = 256 * 1024
-"""Payload bytes that wait for ``receive`` before the peer has to wait. Four segments."""
+from p2p.seam import Channel, LimitsUnsent, LinkCounters, LinkReceiver, PathKind
 
 MAX_EARLY_MESSAGES = 4
-"""Messages that may wait during the handshake, which has at most two per side."""
+"""Messages that may wait during the handshake, which has at most two per side, and until ``start``."""
+
+PLACED_ABOVE_BYTES = 4096
+"""Segments beyond this may be decrypted to where their frame is put together; below, a copy is cheaper than asking."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +54,11 @@ class Credentials:
 
 
 class SealedLink:
-    """The Link of both transports. Construct it with ``initiate`` or ``respond``."""
+    """The Link of every transport. Construct it with ``initiate`` or ``respond``."""
 
-    def __init__(self, channel: Channel, keys: LinkKeys, refused: Counter[str]) -> None:
+    def __init__(self, channel: Channel, keys: LinkKeys, refused: Counter[str], early: Iterable[bytes]) -> None:
         self.counters = LinkCounters()
-        self.queued_bytes = 0
+        self.is_writable = True
         self._loop = asyncio.get_running_loop()
         self._channel = channel
         self._peer = keys.peer
@@ -70,20 +66,13 @@ class SealedLink:
         self._opener = Opener(keys.receiving_key)
         self._open = self._opener.open
         self._write = channel.write
-        self._handler: Callable[[Frame], None] | None = None
-        self._inbox: deque[Frame] = deque()
-        self._inbox_bytes = 0
-        # Resolved when a frame has come or the link has closed.
-        self._changed: asyncio.Future[None] | None = None
-        self._refusal: RemoteProtocolError | None = None
         self._refused = refused
-        self._outbox: deque[bytes] = deque()
-        self._room = asyncio.Event()
-        self._room.set()
-        self._num_pumped = 0
-        self._drained: deque[tuple[int, asyncio.Future[None]]] = deque()
-        self._pump: asyncio.Task[None] | None = None
-        self._closed: str | None = None
+        self._early = deque(early)
+        self._receiver: LinkReceiver | None = None
+        self._ended = asyncio.Event()
+        self._error: PeerError | None = None
+        self._is_closed = False
+        self._why: str | None = None  # it was cut here
         self._closing: asyncio.Task[None] | None = None
 
     @property
@@ -91,194 +80,134 @@ class SealedLink:
         return self._peer
 
     @property
-    def remote_address(self) -> str:
-        return self._channel.remote_address
-
-    @property
     def path(self) -> PathKind:
         return self._channel.path
 
     @property
-    def unfinished_bytes(self) -> int:
-        return 0 if self._closed is not None else self._opener.unfinished_bytes
+    def remote_address(self) -> str:
+        return self._channel.remote_address
 
-    def post(self, message: AnyMessage, payload: bytes | bytearray | memoryview = b"") -> None:
-        """See Link.post."""
-        if self._closed is not None:
-            raise self._closed_error()
-        counters = self.counters
-        try:
-            for segment in self._seal(encode_message(message), payload):
-                counters.bytes_out += len(segment)
-                if self._pump is not None:
-                    self._outbox.append(segment)
-                    self.queued_bytes += len(segment)
-                    continue
-                if not self._write(segment):
-                    self._room.clear()
-                    self._pump = self._loop.create_task(self._pump_outbox())
-        except (WireError, LinkRefused) as error:
-            raise LocalProtocolError(f"a {type(message).__name__} cannot be sent: {error}") from error
-        except PeerClosed as error:
-            self.abort(str(error))
-            raise self._closed_error() from error
-        counters.frames_out += 1
+    def start(self, receiver: LinkReceiver) -> None:
+        """See Link.start."""
+        self._receiver = receiver
+        while self._early and not self._is_closed:
+            self._receive(self._early.popleft(), receiver)
+        if self._error is not None:
+            receiver.link_closed(self._error)
+        elif not self._is_closed:
+            self._channel.resume_reading()
 
-    async def drain(self) -> None:
-        """See Link.drain."""
-        if self._closed is not None:
-            raise self._closed_error()
-        if self._pump is None:
+    def write(self, plain: bytes) -> None:
+        """See Link.write."""
+        if self._is_closed:
             return
-        done = self._loop.create_future()
-        self._drained.append((self._num_pumped + len(self._outbox), done))
-        await done
-
-    async def send(self, message: AnyMessage, payload: bytes | bytearray | memoryview = b"") -> None:
-        """See Link.send."""
-        self.post(message, payload)
-        if self._pump is not None:
-            await self.drain()
-
-    async def serve(self, handler: Callable[[Frame], None]) -> NoReturn:
-        """See Link.serve."""
-        self._handler = handler
         try:
-            while self._inbox:
-                handler(self._inbox.popleft())
-            self._inbox_bytes = 0
-            self._channel.resume_reading()
-            while self._closed is None:
-                self._changed = self._loop.create_future()
-                await self._changed
-        finally:
-            self._handler = None
-        raise self._ending()
+            sealed = self._seal(plain)
+            self.is_writable = self._write(sealed)
+        except (PeerClosed, LinkRefused) as error:
+            self._is_closed, self.is_writable = True, False
+            # Not in this call: whoever writes is in the middle of something.
+            self._loop.call_soon(self._end, self._closed_error(str(error)))
+            return
+        counters = self.counters
+        counters.segments_out += 1
+        counters.bytes_out += len(sealed)
 
-    async def receive(self) -> Frame:
-        """See Link.receive."""
-        while not self._inbox:
-            if self._closed is not None:
-                raise self._ending()
-            self._changed = self._loop.create_future()
-            await self._changed
-        frame = self._inbox.popleft()
-        before, self._inbox_bytes = self._inbox_bytes, self._inbox_bytes - len(frame.payload)
-        if self._inbox_bytes <= MAX_INBOX_BYTES < before:
-            self._channel.resume_reading()
-        return frame
+    def limit_unsent(self, num_bytes: int) -> None:
+        """See Link.limit_unsent."""
+        if isinstance(self._channel, LimitsUnsent):
+            self._channel.limit_unsent(num_bytes)
+
+    async def wait_closed(self) -> None:
+        """See Link.wait_closed."""
+        await self._ended.wait()
+
+    def abort(self, why: str = "the link was cut here") -> None:
+        """See Link.abort."""
+        if not self._is_closed:
+            self._is_closed, self.is_writable, self._why = True, False, why
+            self._channel.abort()
+            self._loop.call_soon(self._end, self._closed_error(why))
+
+    async def aclose(self) -> None:
+        """See Link.aclose."""
+        self._is_closed, self.is_writable = True, False
+        self._receiver = None
+        self._ended.set()
+        if self._closing is None:
+            self._closing = self._loop.create_task(self._channel.aclose())
+        await asyncio.shield(self._closing)
+
+    # ChannelReceiver
 
     def message_received(self, data: bytes | memoryview) -> None:
         """See ChannelReceiver."""
-        if self._closed is not None:
-            return
-        counters = self.counters
-        counters.bytes_in += len(data)
-        try:
-            opened = self._open(data)
-            if opened is None:
-                return
-            frame = decode_message(opened)
-        except LinkRefused as error:
-            self._refuse(error.reason, error)
-            return
-        except WireError as error:
-            self._refuse(LinkRefusal.MALFORMED, error)
-            return
-        counters.frames_in += 1
-        if self._handler is not None:
-            self._handler(frame)
-            return
-        self._inbox.append(frame)
-        self._inbox_bytes += len(frame.payload)
-        if self._inbox_bytes > MAX_INBOX_BYTES:
-            self._channel.pause_reading()
-        self._wake()
+        receiver = self._receiver
+        if receiver is not None:
+            if not self._is_closed:
+                self._receive(data, receiver)
+        elif not self._is_closed:
+            self._early.append(bytes(data))
+            if len(self._early) >= MAX_EARLY_MESSAGES:
+                self._channel.pause_reading()
 
     def channel_writable(self) -> None:
         """See ChannelReceiver."""
-        self._room.set()
+        if not self._is_closed:
+            self.is_writable = True
+            if self._receiver is not None:
+                self._receiver.link_writable()
 
     def channel_closed(self, error: PeerError) -> None:
         """See ChannelReceiver."""
         if isinstance(error, RemoteProtocolError):
             self._refuse(LinkRefusal.MALFORMED, error)
         else:
-            self._end(str(error))
+            self._end(self._closed_error(self._why or str(error)))
 
-    def abort(self, why: str = "the link was cut here") -> None:
-        """See Link.abort."""
-        if self._closed is None:
-            self._inbox.clear()
-            self._end(why)
-
-    async def aclose(self) -> None:
-        """See Link.aclose."""
-        if self._closed is None:
-            self._inbox.clear()
-            self._mark_closed("the link was closed here")
-        if self._closing is None:
-            self._closing = self._loop.create_task(self._channel.aclose())
-        await asyncio.shield(self._closing)
-
-    async def _pump_outbox(self) -> None:
-        """Writes what is queued as the transport makes room. Lives only while there is something queued."""
+    def _receive(self, data: bytes | memoryview, receiver: LinkReceiver) -> None:
+        size, counters = len(data), self.counters
+        counters.segments_in += 1
+        counters.bytes_in += size
         try:
-            while True:
-                await self._room.wait()
-                while self._drained and self._drained[0][0] <= self._num_pumped:
-                    _, done = self._drained.popleft()
-                    if not done.done():
-                        done.set_result(None)
-                if not self._outbox:
-                    self._pump = None
+            if size <= TAG_BYTES:
+                raise WireError("an empty segment")
+            if size > PLACED_ABOVE_BYTES:
+                place = receiver.place_for(size - TAG_BYTES)
+                if place is not None:
+                    self._opener.open_into(data, place)
+                    receiver.segment_placed(place)
                     return
-                segment = self._outbox.popleft()
-                self.queued_bytes -= len(segment)
-                self._num_pumped += 1
-                if not self._write(segment):
-                    self._room.clear()
-        except PeerClosed as error:
-            self.abort(str(error))
-
-    def _end(self, why: str) -> None:
-        """Closes at once, without waiting for anything. What has been received can still be had."""
-        if self._closed is None:
-            self._mark_closed(why)
-            self._channel.abort()
-            self._closing = self._loop.create_task(self._channel.aclose())
-
-    def _mark_closed(self, why: str) -> None:
-        self._closed = why
-        self._outbox.clear()
-        self.queued_bytes = 0
-        if self._pump is not None and self._pump is not asyncio.current_task():
-            self._pump.cancel()
-        while self._drained:
-            _, done = self._drained.popleft()
-            if not done.done():
-                done.set_exception(self._closed_error())
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._changed is not None and not self._changed.done():
-            self._changed.set_result(None)
-
-    def _ending(self) -> PeerError:
-        """Why the link ended; what the peer did wrong is said once."""
-        refusal, self._refusal = self._refusal, None
-        return refusal or self._closed_error()
-
-    def _closed_error(self) -> PeerClosed:
-        return PeerClosed(self._peer, f"the link with peer {short(self._peer)} is closed: {self._closed}")
+            receiver.segment_received(self._open(data))
+        except LinkRefused as error:
+            self._refuse(error.reason, error)
+        except WireError as error:
+            self._refuse(LinkRefusal.MALFORMED, error)
 
     def _refuse(self, reason: LinkRefusal, error: Exception) -> None:
-        if self._closed is None:
+        if self._error is None:
             self._refused[str(reason)] += 1
             message = f"peer {short(self._peer)} broke the protocol ({reason}): {error}"
-            self._refusal = RemoteProtocolError(self._peer, message)
-            self._refusal.__cause__ = error
-            self._end(message)
+            refusal = RemoteProtocolError(self._peer, message)
+            refusal.__cause__ = error
+            self._end(refusal)
+
+    def _end(self, error: PeerError) -> None:
+        """Closes without waiting for anything, and says so once."""
+        if self._error is not None:
+            return
+        self._error = error
+        if self._receiver is not None:
+            self._receiver.link_closed(error)  # who may still say why, if the peer is to blame
+        self._is_closed, self.is_writable = True, False
+        self._ended.set()
+        if not isinstance(error, RemoteProtocolError):
+            self._channel.abort()
+        if self._closing is None:
+            self._closing = self._loop.create_task(self._channel.aclose())
+
+    def _closed_error(self, why: str) -> PeerClosed:
+        return PeerClosed(self._peer, f"the link with peer {short(self._peer)} is closed: {why}")
 
 
 class _Mailbox:
@@ -311,16 +240,6 @@ class _Mailbox:
             self._arrived.clear()
             await self._arrived.wait()
         return self.messages.popleft()
-
-    def hand_over(self, link: SealedLink) -> None:
-        """What came too early goes to the link, and all that follows."""
-        for message in self.messages:
-            link.message_received(message)
-        self._channel.set_receiver(link)
-        if self.error is not None:
-            link.channel_closed(self.error)
-        else:
-            self._channel.resume_reading()
 
 
 async def initiate(channel: Channel, credentials: Credentials, *, expect: PeerId | None) -> SealedLink:
@@ -379,6 +298,8 @@ async def _finish(
     except PeerClosed as error:
         hint = "" if handshake.was_answered else ": it belongs to another (private) swarm, or is overloaded"
         raise PeerUnreachable(who, f"{channel.remote_address} hung up during the handshake{hint}") from error
-    link = SealedLink(channel, handshake.keys, refused)
-    mailbox.hand_over(link)
+    link = SealedLink(channel, handshake.keys, refused, mailbox.messages)
+    channel.set_receiver(link)
+    if mailbox.error is not None:
+        link.channel_closed(mailbox.error)
     return link

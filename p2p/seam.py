@@ -11,11 +11,10 @@ from __future__ import annotations
 import enum
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import NoReturn, Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from fusion_node.errors import PeerError
 from fusion_node.types import PeerId
-from p2p.messages import AnyMessage, Frame
 
 
 class PathKind(enum.Enum):
@@ -116,32 +115,53 @@ class OpenGate:
 
 @dataclass(slots=True)
 class LinkCounters:
-    """What one link has carried: bytes on the wire as they arrive and as they are posted, and whole frames."""
+    """What one link has carried: bytes of sealed segments as they arrive and as they are handed to the transport."""
 
-    frames_in: int = 0
-    frames_out: int = 0
+    segments_in: int = 0
+    segments_out: int = 0
     bytes_in: int = 0
     bytes_out: int = 0
 
 
+class LinkReceiver(Protocol):
+    """Who a Link reports to. Called by the transport, in the event loop, so it does not wait."""
+
+    def segment_received(self, plain: bytes) -> None:
+        """What the next segment holds.
+
+        Raises:
+            WireError: the peer does not follow the protocol; the link ends for that reason.
+        """
+        ...
+
+    def place_for(self, size: int) -> memoryview | None:
+        """Where the next segment, which holds ``size`` bytes, may be decrypted to; None: ``segment_received``."""
+        ...
+
+    def segment_placed(self, place: memoryview) -> None:
+        """As ``segment_received``, but it is where ``place_for`` said."""
+        ...
+
+    def link_writable(self) -> None:
+        """``is_writable`` has become true again."""
+        ...
+
+    def link_closed(self, error: PeerError) -> None:
+        """The last call. PeerClosed, or RemoteProtocolError when the peer broke the protocol. Not after ``aclose``."""
+        ...
+
+
 class Link(Protocol):
-    """A sealed, ordered, two-way connection with a peer whose identity is proven."""
+    """A sealed, ordered, two-way connection with a peer whose identity is proven. It carries segments.
+
+    A segment holds 1 to 65,519 bytes and arrives unchanged, in its place, or the link ends.
+    """
 
     @property
     def peer(self) -> PeerId: ...
 
     @property
-    def counters(self) -> LinkCounters: ...
-
-    @property
-    def queued_bytes(self) -> int:
-        """What has been posted and the transport has not yet taken."""
-        ...
-
-    @property
-    def unfinished_bytes(self) -> int:
-        """What is held of a frame that the peer has not yet sent to its end."""
-        ...
+    def path(self) -> PathKind: ...
 
     @property
     def remote_address(self) -> str:
@@ -149,58 +169,35 @@ class Link(Protocol):
         ...
 
     @property
-    def path(self) -> PathKind: ...
+    def counters(self) -> LinkCounters: ...
 
-    def post(self, message: AnyMessage, payload: bytes | bytearray | memoryview = b"") -> None:
-        """Seals one frame and writes it at once if the transport has room, else queues it. Never waits.
-
-        The payload may be changed as soon as this returns. The caller bounds the queue by looking at ``queued_bytes``.
-
-        Raises:
-            PeerClosed: the link is closed, by either side.
-            LocalProtocolError: the frame is larger than a receiver would accept.
-        """
+    @property
+    def is_writable(self) -> bool:
+        """Whether the transport has room. When not, ``write`` takes more all the same; it is better to wait."""
         ...
 
-    async def drain(self) -> None:
-        """Returns when the transport has taken all that was posted before.
-
-        Raises:
-            PeerClosed: the link is closed, by either side.
-        """
+    def start(self, receiver: LinkReceiver) -> None:
+        """Calls ``receiver`` from now on, first with what has arrived; if the link has ended already, with that."""
         ...
 
-    async def send(self, message: AnyMessage, payload: bytes | bytearray | memoryview = b"") -> None:
-        """``post`` and ``drain``. A frame whose sender is cancelled is sent whole or not at all.
-
-        Raises:
-            PeerClosed: the link is closed, by either side.
-            LocalProtocolError: the frame is larger than a receiver would accept.
-        """
+    def write(self, plain: bytes) -> None:
+        """Seals and sends one segment. On a link that has ended it does nothing."""
         ...
 
-    async def serve(self, handler: Callable[[Frame], None]) -> NoReturn:
-        """Calls ``handler`` with every frame, in order, from the transport itself; instead of ``receive``.
-
-        What the handler raises ends the link and is raised here. So is what ends the link otherwise, as by ``receive``.
-        """
+    def limit_unsent(self, num_bytes: int) -> None:
+        """Asks the transport to take no more than this ahead of what the path carries; it may not be able to."""
         ...
 
-    async def receive(self) -> Frame:
-        """The next frame. One caller at a time. A reader who does not come back makes the peer wait.
-
-        Raises:
-            PeerClosed: the link is closed, by either side.
-            RemoteProtocolError: the peer sent something malformed; the link is closed.
-        """
+    async def wait_closed(self) -> None:
+        """Returns when the link has ended, whoever ended it."""
         ...
 
     def abort(self, why: str = ...) -> None:
-        """Cuts the link at once, dropping what is queued; whoever reads gets PeerClosed with ``why``."""
+        """Cuts the link at once; ``link_closed`` follows soon, with PeerClosed and ``why``."""
         ...
 
     async def aclose(self) -> None:
-        """Closes the link. Safe to call twice, and while another task sends or receives."""
+        """Closes the link, after what was written. Safe to call twice."""
         ...
 
 
@@ -262,6 +259,15 @@ class Channel(Protocol):
         ...
 
 
+@runtime_checkable
+class LimitsUnsent(Protocol):
+    """A Channel that can keep what it takes ahead of the path small."""
+
+    def limit_unsent(self, num_bytes: int) -> None:
+        """Takes no more than about this much before ``write`` returns False."""
+        ...
+
+
 class Listener(Protocol):
     """Accepts links until closed."""
 
@@ -276,7 +282,7 @@ class Listener(Protocol):
 
 
 OnLink: TypeAlias = Callable[[Link], Awaitable[None]]
-"""Called in a task of its own per accepted link; the link is closed when it returns."""
+"""Called in a task of its own per accepted link, before it is started; the link is closed when it returns."""
 
 
 class Network(Protocol):

@@ -25,6 +25,7 @@ import hashlib
 import hmac
 import secrets
 import socket
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -48,6 +49,7 @@ from fusion_node.errors import (
 )
 from fusion_node.types import PeerId
 from fusion_node.wire import WireError
+from p2p.delivery_rate_core import FIRST_UNSENT_BYTES
 from p2p.identity import Identity
 from p2p.noise_core import MAX_SEGMENT_BYTES, LinkRefusal
 from p2p.prefixes import host_key
@@ -82,6 +84,9 @@ CLOSE_TIMEOUT_S = 1.0
 """How long a closing side waits for the other's close frame. A frozen peer never answers."""
 
 _PATH_DOMAIN = b"fusion-node/websocket-path/1:"
+
+_TCP_OPTIONS = {("TCP_NOTSENT_LOWAT", "linux"): 25, ("TCP_NOTSENT_LOWAT", "darwin"): 0x201}
+"""Numbers of options that Python's socket module does not name everywhere."""
 
 _ACCEPT_GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 """RFC 6455 §1.3."""
@@ -423,10 +428,10 @@ class _WebSocketChannel(asyncio.BufferedProtocol):
         self._paused = False
         self._closed = False
         self._lost = asyncio.Event()
-        tcp = transport.get_extra_info("socket")
-        if tcp is not None:
-            with contextlib.suppress(OSError):
-                tcp.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # What asyncio holds is what the kernel has not taken: full as soon as there is anything.
+        transport.set_write_buffer_limits(high=0)
+        self._set_tcp_option("TCP_NODELAY", 1)
+        self.limit_unsent(FIRST_UNSENT_BYTES)
         transport.set_protocol(self)
 
     # Channel
@@ -449,6 +454,10 @@ class _WebSocketChannel(asyncio.BufferedProtocol):
             raise self._closed_error()
         self._transport.write(encode(BINARY, data, masked=self._is_client))
         return not self._is_full
+
+    def limit_unsent(self, num_bytes: int) -> None:
+        """See LimitsUnsent. What the kernel takes beyond what it sends, where it has that option."""
+        self._set_tcp_option("TCP_NOTSENT_LOWAT", num_bytes)
 
     def pause_reading(self) -> None:
         if not self._paused:
@@ -502,6 +511,13 @@ class _WebSocketChannel(asyncio.BufferedProtocol):
         self._end(self._closed_error())
         self._lost.set()
         self._before.connection_lost(exc)
+
+    def _set_tcp_option(self, name: str, value: int) -> None:
+        tcp = self._transport.get_extra_info("socket")
+        option = getattr(socket, name, _TCP_OPTIONS.get((name, sys.platform)))
+        if tcp is not None and option is not None:
+            with contextlib.suppress(OSError):
+                tcp.setsockopt(socket.IPPROTO_TCP, option, value)
 
     def _deliver(self) -> None:
         try:

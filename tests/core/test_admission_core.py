@@ -24,7 +24,7 @@ from fusion_node.engine.session_log_core import StepRows
 from fusion_node.types import LayerRange, ModelId, MonotonicS, PeerId
 from p2p.identity import Identity
 from p2p.messages import RETAIN_S, OpenSession
-from p2p.records import Plan, PlanStage
+from p2p.records import PROTOCOL_VERSION, Plan, PlanStage
 
 MODEL = ModelId("ab" * 32)
 US, OTHER, NEXT = (Identity.from_seed(bytes([n]) * 32).peer_id for n in (1, 2, 3))
@@ -54,7 +54,7 @@ def plan(
 ) -> Plan:
     now = time.time()
     return Plan(
-        version=1,
+        version=PROTOCOL_VERSION,
         user=user,
         session=session,
         epoch=epoch,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
@@ -23,12 +25,16 @@ from fusion_node.errors import (
     ResourceExhausted,
 )
 from fusion_node.types import PeerId
-from p2p.heartbeat_core import DEAD_AFTER_S
+from p2p.heartbeat_core import DEAD_AFTER_S, SUSPECT_AFTER_S
 from p2p.identity import Identity
-from p2p.links import IDLE_AFTER_S, TICK_S, LinkPool
+from p2p.link_messages import Ping, Pong
+from p2p.links import HELLO_TIMEOUT_S, IDLE_AFTER_S, RESUME_S, STALLED_AFTER_S, TICK_S, LinkPool
 from p2p.memory import MemoryNetwork, MemoryWorld
-from p2p.messages import AnyMessage, CloseSession, Ping, Pong, StatusRequest, StepResult, TensorMeta
-from p2p.seam import Link, PathKind
+from p2p.messages import AnyMessage, CloseSession, StatusRequest, StepResult, TensorMeta
+from p2p.paths import RoutedNetwork
+from p2p.records import PROTOCOL_VERSION
+from p2p.seam import Network, OpenGate, PathKind
+from p2p.transfer_core import LIMITS, Lane
 
 PATIENCE_S = 20.0
 
@@ -47,11 +53,12 @@ class Node:
 
     host: str
     identity: Identity
-    network: MemoryNetwork
+    network: Network
     pool: LinkPool
     frames: list[tuple[PeerId, AnyMessage, bytes]] = field(default_factory=list)
     closed: list[tuple[PeerId, FusionError]] = field(default_factory=list)
     address: str = ""
+    relayed_address: str = ""
 
     @property
     def peer(self) -> PeerId:
@@ -67,14 +74,19 @@ class Swarm:
     async def node(
         self,
         *,
-        version: int = 1,
+        version: int = PROTOCOL_VERSION,
         listen: bool = True,
         on_frame: Callable[[PeerId, AnyMessage, memoryview], None] | None = None,
         is_needed: Callable[[PeerId], bool] = lambda peer: False,
-        **limits: int,
+        identity: Identity | None = None,
+        has_relay: bool = False,
+        **settings: Any,
     ) -> Node:
-        host, identity = f"host{len(self.nodes)}", Identity.generate()
-        network = MemoryNetwork(self.world, identity, host, version=version)
+        host, identity = f"host{len(self.nodes)}", identity or Identity.generate()
+        relayed_host = f"/relay/p2p-circuit/{host}"
+        network: Network = MemoryNetwork(self.world, identity, host, version=version)
+        if has_relay:
+            network = RoutedNetwork(network, MemoryNetwork(self.world, identity, relayed_host, version=version))
 
         def keep(peer: PeerId, message: AnyMessage, payload: memoryview) -> None:
             made.frames.append((peer, message, bytes(payload)))
@@ -86,11 +98,14 @@ class Swarm:
             on_closed=lambda peer, error: made.closed.append((peer, error)),
             is_needed=is_needed,
             clock=self.clock,
-            **limits,
+            **settings,
         )
         made = Node(host, identity, network, pool)
         if listen:
             made.address = await pool.listen(f"{host}:0")
+        if has_relay:
+            made.relayed_address = await pool.listen(f"{relayed_host}:0")
+            self.world.paths[made.relayed_address] = PathKind.RELAYED
         self.nodes.append(made)
         return made
 
@@ -112,6 +127,23 @@ class Swarm:
             for node in self.nodes:
                 node.pool.tick()
             await self.settle()
+
+
+class Doorman(OpenGate):
+    """A gate that lets in whom and what the test wants."""
+
+    def __init__(self) -> None:
+        self.refused_peers: set[PeerId] = set()
+        self.max_messages = 1000
+        self.traffic: list[tuple[PeerId, int]] = []
+
+    def refuse_peer(self, peer: PeerId, host: str) -> str | None:
+        return "banned" if peer in self.refused_peers else None
+
+    def refuse_traffic(self, peer: PeerId, num_messages: int, num_bytes: int) -> str | None:
+        if num_messages:
+            self.traffic.append((peer, num_messages))
+        return "messages" if num_messages > self.max_messages else None
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -136,11 +168,24 @@ async def test_frames_arrive_with_their_sender_and_payload(swarm: Swarm) -> None
     ours, theirs = await swarm.pair()
     payload = os.urandom(200_000)
     ours.pool.send(theirs.peer, result(1, payload), payload)
-    ours.pool.send(theirs.peer, StatusRequest(2))
     theirs.pool.send(ours.peer, StatusRequest(3))
-    await until(lambda: len(theirs.frames) == 2 and len(ours.frames) == 1)
-    assert theirs.frames == [(ours.peer, result(1, payload), payload), (ours.peer, StatusRequest(2), b"")]
+    await until(lambda: len(theirs.frames) == 1 and len(ours.frames) == 1)
+    assert theirs.frames == [(ours.peer, result(1, payload), payload)]
     assert ours.frames == [(theirs.peer, StatusRequest(3), b"")]
+
+
+async def test_status_overtakes_a_long_result_and_the_close_of_its_session_does_not(swarm: Swarm) -> None:
+    ours, theirs = await swarm.pair()
+    payload = os.urandom(2_000_000)
+    ours.pool.send(theirs.peer, result(1, payload), payload)
+    ours.pool.send(theirs.peer, CloseSession(bytes(16), 0))
+    ours.pool.send(theirs.peer, StatusRequest(2))
+    await until(lambda: len(theirs.frames) == 3)
+    assert [message for _, message, _ in theirs.frames] == [
+        StatusRequest(2),
+        result(1, payload),
+        CloseSession(bytes(16), 0),
+    ]
 
 
 async def test_links_are_told_with_who_dialled_and_how_old_they_are(swarm: Swarm) -> None:
@@ -157,8 +202,8 @@ async def test_links_are_told_with_who_dialled_and_how_old_they_are(swarm: Swarm
     assert our_view.round_trip_s is not None
     assert (our_view.bytes_out, our_view.frames_out) == (their_view.bytes_in, their_view.frames_in)
     assert our_view.bytes_out > 0
-    swarm.world.cut(ours.host, theirs.host)
-    await until(lambda: not ours.pool.links())
+    ours.pool.drop(theirs.peer, "enough")
+    assert ours.pool.links() == []
 
 
 async def test_connect_reuses_a_link_and_concurrent_connects_share_one_dial(swarm: Swarm) -> None:
@@ -196,11 +241,11 @@ async def test_swallowed_address_leaves_time_for_the_next(swarm: Swarm) -> None:
 
 
 async def test_somebody_else_and_another_version_are_told_apart(swarm: Swarm) -> None:
-    ours, other, newer = await swarm.node(), await swarm.node(), await swarm.node(version=2)
+    ours, other, newer = await swarm.node(), await swarm.node(), await swarm.node(version=PROTOCOL_VERSION + 1)
     with pytest.raises(RemoteProtocolError) as caught:
         await ours.pool.connect(newer.peer, ["nobody:1", other.address])
     assert not isinstance(caught.value, ProtocolVersionMismatch)
-    with pytest.raises(ProtocolVersionMismatch, match=r"version 2.*version 1"):
+    with pytest.raises(ProtocolVersionMismatch, match=rf"version {PROTOCOL_VERSION + 1}.*version {PROTOCOL_VERSION}"):
         await ours.pool.connect(newer.peer, [other.address, newer.address, "nobody:1"])
     with pytest.raises(ProtocolVersionMismatch):
         await newer.pool.identify(ours.address)
@@ -253,31 +298,40 @@ async def test_identify_proves_who_listens_and_keeps_the_link(swarm: Swarm) -> N
     await until(lambda: theirs.frames == [(ours.peer, StatusRequest(1), b"")])
 
 
-async def test_both_dial_at_once_and_order_is_kept_each_way(swarm: Swarm) -> None:
-    ours, theirs = await swarm.node(), await swarm.node()
-    await asyncio.gather(
-        ours.pool.connect(theirs.peer, [theirs.address]), theirs.pool.connect(ours.peer, [ours.address])
-    )
-    payload = bytes(100_000)
-    for number in range(50):
-        for sender, receiver in ((ours, theirs), (theirs, ours)):
-            sender.pool.send(receiver.peer, result(number, payload), payload)
-        await asyncio.sleep(0)
-    await until(lambda: len(ours.frames) == len(theirs.frames) == 50)
-    for node in (ours, theirs):
-        assert [message.sequence for _, message, _ in node.frames if isinstance(message, StepResult)] == list(range(50))
-    await ours.pool.aclose("done")
-    await until(lambda: bool(theirs.closed))
-    await swarm.settle()
-    assert [peer for peer, _ in theirs.closed] == [ours.peer]
-    assert ours.closed == []
+async def test_both_dial_at_once_and_one_link_is_kept_without_a_loss(swarm: Swarm) -> None:
+    for _ in range(3):
+        ours, theirs = await swarm.node(), await swarm.node()
+        await asyncio.gather(
+            ours.pool.connect(theirs.peer, [theirs.address]), theirs.pool.connect(ours.peer, [ours.address])
+        )
+        payload = bytes(100_000)
+        for number in range(50):
+            for sender, receiver in ((ours, theirs), (theirs, ours)):
+                sender.pool.send(receiver.peer, result(number, payload), payload)
+            await asyncio.sleep(0)
+        await until(lambda: len(ours.frames) == len(theirs.frames) == 50)  # noqa: B023
+        for node in (ours, theirs):
+            assert [m.sequence for _, m, _ in node.frames if isinstance(m, StepResult)] == list(range(50))
+        await swarm.settle()
+        views = [view for node in (ours, theirs) for view in node.pool.links()]
+        assert sorted(view.we_dialled for view in views) == [False, True]  # it is the same one
+        for node, view in zip((ours, theirs), views, strict=True):
+            assert node.pool.counters["links"] == 1
+            assert len(node.pool._connections[view.peer].ends) == 1
+        await ours.pool.aclose("done")
+        await until(lambda: bool(theirs.closed))  # noqa: B023
+        await swarm.settle()
+        assert [peer for peer, _ in theirs.closed] == [ours.peer]
+        assert ours.closed == []
 
 
-async def test_pool_may_have_a_link_with_itself(swarm: Swarm) -> None:
+async def test_pool_has_no_link_with_itself(swarm: Swarm) -> None:
     alone = await swarm.node()
-    assert await alone.pool.identify(alone.address) == alone.peer
-    alone.pool.send(alone.peer, StatusRequest(1))
-    await until(lambda: alone.frames == [(alone.peer, StatusRequest(1), b"")])
+    with pytest.raises(PeerUnreachable, match="itself"):
+        await alone.pool.identify(alone.address)
+    with pytest.raises(PeerUnreachable, match="itself"):
+        await alone.pool.connect(alone.peer, [alone.address])
+    assert alone.closed == []
 
 
 async def test_send_without_link_is_unreachable(swarm: Swarm) -> None:
@@ -300,13 +354,10 @@ async def test_frame_too_large_is_our_fault_and_costs_no_link(swarm: Swarm) -> N
 
 async def test_peer_that_does_not_read_is_dropped(swarm: Swarm) -> None:
     ours = await swarm.node(max_queue_bytes=1 << 20)
-    deaf = MemoryNetwork(swarm.world, Identity.generate(), "deaf")
-
-    async def never_read(link: Link) -> None:
-        await asyncio.Event().wait()
-
-    listener = await deaf.listen("deaf:0", never_read)
-    peer = await ours.pool.identify(listener.address)
+    theirs = await swarm.node()
+    peer = await ours.pool.identify(theirs.address)
+    await swarm.settle()
+    swarm.world.tamper(ours.host, theirs.host, lambda segment: ())  # what is sent is never acknowledged
     payload = bytes(1 << 18)
     num_sent = 0
     with pytest.raises(PeerUnreachable, match="does not read"):
@@ -314,25 +365,41 @@ async def test_peer_that_does_not_read_is_dropped(swarm: Swarm) -> None:
             ours.pool.send(peer, result(num_sent, payload), payload)
             num_sent += 1
             assert ours.closed == []  # never from within send
-    assert num_sent <= 6
+    assert num_sent * len(payload) <= LIMITS[Lane.PREFILL].window_bytes + (2 << 20)
     await until(lambda: bool(ours.closed))
     ((closed_peer, error),) = ours.closed
     assert closed_peer == peer
     assert isinstance(error, PeerTimeout)
     assert "does not read" in str(error)
-    await listener.aclose()
 
 
-async def test_silent_peer_is_lost_when_it_is_dead(swarm: Swarm) -> None:
+async def test_peer_that_grants_nothing_while_something_waits_is_dropped_in_time(swarm: Swarm) -> None:
+    ours, theirs = await swarm.pair()
+    theirs.pool._connections[ours.peer].transfer.hold(Lane.PREFILL, held=True)
+    payload = bytes(LIMITS[Lane.PREFILL].window_bytes + 1000)
+    ours.pool.send(theirs.peer, result(1, payload), payload)
+    await swarm.advance(STALLED_AFTER_S - 2 * TICK_S)
+    ours.pool.send(theirs.peer, StatusRequest(1))
+    await until(lambda: [message for _, message, _ in theirs.frames] == [StatusRequest(1)])
+    assert ours.closed == []
+    await swarm.advance(STALLED_AFTER_S + 3 * TICK_S)  # the status was acknowledged
+    ((_, error),) = ours.closed
+    assert isinstance(error, PeerTimeout)
+    assert "does not read" in str(error)
+
+
+async def test_silent_peer_is_lost_when_it_is_dead_and_cannot_be_dialled_again(swarm: Swarm) -> None:
     ours, theirs = await swarm.pair()
     swarm.world.black_hole(ours.host, theirs.host)
-    await swarm.advance(DEAD_AFTER_S - TICK_S)
+    await swarm.advance(DEAD_AFTER_S + RESUME_S - TICK_S)
     assert ours.closed == theirs.closed == []
+    assert ours.pool.is_connected(theirs.peer)
     await swarm.advance(2 * TICK_S)  # bytes are noticed at the tick after they came
     for node, other in ((ours, theirs), (theirs, ours)):
         ((peer, error),) = node.closed
         assert peer == other.peer
         assert isinstance(error, PeerTimeout)
+        assert "silent" in str(error)
         assert not node.pool.is_connected(other.peer)
 
 
@@ -371,35 +438,118 @@ async def test_round_trip_is_measured(swarm: Swarm) -> None:
 
 async def test_pong_that_answers_no_ping_is_counted_and_ignored(swarm: Swarm) -> None:
     ours, theirs = await swarm.pair()
+    end = theirs.pool._connections[ours.peer].end
+    assert end is not None
     for number in range(10):
-        theirs.pool.send(ours.peer, Pong(number))
+        end.post(Pong(number))
     await swarm.settle()
     assert ours.pool.counters["refused_unexpected-pong"] == 10
     assert ours.pool.is_connected(theirs.peer)
 
 
-async def test_round_trip_ends_with_its_link(swarm: Swarm) -> None:
+async def test_round_trip_goes_on_over_the_next_link_and_ends_with_the_connection(swarm: Swarm) -> None:
     ours, theirs = await swarm.pair()
     swarm.world.tamper(theirs.host, ours.host, lambda message: ())
     measuring = asyncio.create_task(ours.pool.round_trip(theirs.peer))
     await swarm.settle()
+    assert not measuring.done()
+    swarm.world.heal(theirs.host, ours.host)
     swarm.world.cut(ours.host, theirs.host)
-    with pytest.raises(PeerClosed):
+    waiting = asyncio.create_task(ours.pool.round_trip(theirs.peer))  # while there is no link
+    assert await measuring == await waiting == 0.0
+    swarm.world.tamper(theirs.host, ours.host, lambda message: ())
+    measuring = asyncio.create_task(ours.pool.round_trip(theirs.peer))
+    await swarm.settle()
+    ours.pool.drop(theirs.peer, "enough")
+    with pytest.raises(PeerClosed, match="enough"):
         await measuring
 
 
-async def test_cut_link_is_reported_once_and_can_be_made_again(swarm: Swarm) -> None:
+async def test_cut_link_is_made_again_and_nobody_above_notices(swarm: Swarm) -> None:
     ours, theirs = await swarm.pair()
+    for number in range(3):
+        swarm.world.cut(ours.host, theirs.host)
+        ours.pool.send(theirs.peer, StatusRequest(number))
+        theirs.pool.send(ours.peer, StatusRequest(number))
+        await until(lambda: len(theirs.frames) == len(ours.frames) == number + 1)  # noqa: B023
+    await swarm.settle()
+    assert ours.closed == theirs.closed == []
+    (view,) = ours.pool.links()
+    assert view.num_resumed == ours.pool.counters["resumed"] == 3
+    assert ours.pool.counters["links"] == theirs.pool.counters["links"] == 1
+
+
+async def test_link_that_is_cut_again_and_again_under_load_loses_and_repeats_nothing(swarm: Swarm) -> None:
+    ours, theirs = await swarm.pair()
+    draw = random.Random(1)
+    sent: dict[str, list[tuple[int, int]]] = {"ours": [], "theirs": []}
+    for number in range(60):
+        for name, sender, receiver in (("ours", ours, theirs), ("theirs", theirs, ours)):
+            size = draw.choice((4, 4096, 70_000, 1_500_000))
+            sender.pool.send(receiver.peer, result(number, bytes(size)), bytes(size))
+            sent[name].append((number, size))
+        for _ in range(draw.randrange(30)):
+            await asyncio.sleep(0)
+        if number % 4 == 0:
+            swarm.world.cut(ours.host, theirs.host)
+    await until(lambda: len(ours.frames) == len(theirs.frames) == 60)
+    for name, receiver in (("ours", theirs), ("theirs", ours)):
+        got = [(message.sequence, len(data)) for _, message, data in receiver.frames if isinstance(message, StepResult)]
+        assert got == sent[name]
+    assert ours.closed == theirs.closed == []
+    assert ours.pool.counters["resumed"] > 5
+
+
+async def test_peer_that_is_killed_is_lost_at_once(swarm: Swarm) -> None:
+    ours, theirs = await swarm.pair()
+    del swarm.world.listeners[theirs.address]
     swarm.world.cut(ours.host, theirs.host)
-    await until(lambda: bool(ours.closed) and bool(theirs.closed))
-    assert isinstance(ours.closed[0][1], PeerClosed)
+    await until(lambda: bool(ours.closed))  # without any time having passed
+    ((peer, error),) = ours.closed
+    assert peer == theirs.peer
+    assert isinstance(error, PeerClosed)
+    assert "nobody listens" in str(error)
+    assert theirs.closed == []
+    await swarm.advance(RESUME_S + TICK_S)
+    ((peer, error),) = theirs.closed  # who knows no address waits
+    assert isinstance(error, PeerClosed)
+
+
+async def test_peer_that_cannot_be_dialled_again_is_lost_in_time_and_can_come_back(swarm: Swarm) -> None:
+    ours, theirs = await swarm.pair()
+    listener = swarm.world.listeners.pop(theirs.address)
+    swarm.world.black_hole(ours.host, theirs.host)
+    swarm.world.listeners[theirs.address] = listener
+    for channel in list(swarm.world.channels):
+        channel.abort()
+    await swarm.advance(RESUME_S - TICK_S)
+    assert ours.closed == []
+    await swarm.advance(2 * TICK_S)
+    assert [type(error) for _, error in ours.closed] == [PeerClosed]
+    swarm.world.heal(ours.host, theirs.host)
     await ours.pool.connect(theirs.peer, [theirs.address])
     ours.pool.send(theirs.peer, StatusRequest(9))
     await until(lambda: len(theirs.frames) == 1)
     assert len(ours.closed) == len(theirs.closed) == 1
 
 
-async def test_peer_that_dials_again_has_lost_its_link_and_is_answered_on_the_new_one(swarm: Swarm) -> None:
+async def test_restarted_peer_does_not_know_the_connection_and_is_lost_at_once(swarm: Swarm) -> None:
+    ours, theirs = await swarm.pair()
+    ours.pool.send(theirs.peer, StatusRequest(1))
+    await until(lambda: len(theirs.frames) == 1)
+    again = await swarm.node(identity=theirs.identity, listen=False)
+    swarm.world.listeners[theirs.address] = swarm.world.listeners[await again.pool.listen(f"{again.host}:0")]
+    swarm.world.cut(ours.host, theirs.host)
+    await until(lambda: bool(ours.closed))
+    ((_, error),) = ours.closed
+    assert isinstance(error, PeerClosed)
+    assert "restarted" in str(error)
+    await ours.pool.connect(theirs.peer, [theirs.address])
+    ours.pool.send(theirs.peer, StatusRequest(2))
+    await until(lambda: again.frames == [(ours.peer, StatusRequest(2), b"")])
+
+
+async def test_peer_that_was_restarted_and_dials_has_lost_what_was_before(swarm: Swarm) -> None:
     num_closed_before: list[int] = []
 
     def answer(peer: PeerId, message: AnyMessage, payload: memoryview) -> None:
@@ -409,26 +559,158 @@ async def test_peer_that_dials_again_has_lost_its_link_and_is_answered_on_the_ne
     ours, theirs = await swarm.node(), await swarm.node(on_frame=answer)
     await ours.pool.connect(theirs.peer, [theirs.address])
     await until(lambda: theirs.pool.is_connected(ours.peer))
+    swarm.world.tamper(ours.host, theirs.host, lambda message: ())
     measuring = asyncio.create_task(theirs.pool.round_trip(ours.peer))
-    swarm.world.black_hole(ours.host, theirs.host)
-    for channel in list(swarm.world.channels):
-        if channel.host == ours.host:
-            channel.abort()
-    await until(lambda: bool(ours.closed))
-    swarm.world.heal(ours.host, theirs.host)
-    assert theirs.closed == []
-    await ours.pool.connect(theirs.peer, [theirs.address])
-    ours.pool.send(theirs.peer, StatusRequest(1))
-    await until(lambda: ours.frames == [(theirs.peer, StatusRequest(2), b"")])
+    await swarm.settle()
+    again = await swarm.node(identity=ours.identity)
+    await again.pool.connect(theirs.peer, [theirs.address])
+    again.pool.send(theirs.peer, StatusRequest(1))
+    await until(lambda: again.frames == [(theirs.peer, StatusRequest(2), b"")])
     assert num_closed_before == [1]
     ((peer, error),) = theirs.closed
     assert peer == ours.peer
     assert isinstance(error, PeerClosed)
     with pytest.raises(PeerClosed):
         await measuring
-    await swarm.advance(DEAD_AFTER_S * 2)
-    assert len(ours.closed) == len(theirs.closed) == 1
-    assert ours.pool.counters["links"] == theirs.pool.counters["links"] == 1
+    assert theirs.pool.counters["links"] == 1
+
+
+async def test_silent_path_is_replaced_by_another_before_it_is_given_up(swarm: Swarm) -> None:
+    ours, theirs = await swarm.node(has_relay=True), await swarm.node(has_relay=True)
+    await ours.pool.connect(theirs.peer, [theirs.address, theirs.relayed_address])
+    assert ours.pool.path(theirs.peer) is PathKind.MEMORY
+    await swarm.settle()
+    swarm.world.black_hole(ours.host, theirs.host)
+    ours.pool.send(theirs.peer, StatusRequest(1))
+    await swarm.advance(SUSPECT_AFTER_S + 2 * TICK_S)
+    await until(lambda: len(theirs.frames) == 1)
+    assert SUSPECT_AFTER_S + 2 * TICK_S < DEAD_AFTER_S
+    assert ours.pool.path(theirs.peer) is theirs.pool.path(ours.peer) is PathKind.RELAYED
+    assert ours.closed == theirs.closed == []
+
+
+async def test_better_path_replaces_the_present_one_without_a_loss(swarm: Swarm) -> None:
+    ours, theirs = await swarm.node(has_relay=True), await swarm.node(has_relay=True)
+    await ours.pool.connect(theirs.peer, [theirs.relayed_address])
+    await swarm.settle()
+    assert ours.pool.path(theirs.peer) is PathKind.RELAYED
+    assert ours.pool.round_trip_s(theirs.peer) == 0.0
+    payload = bytes(300_000)
+    for number in range(20):
+        ours.pool.send(theirs.peer, result(number, payload), payload)
+        theirs.pool.send(ours.peer, result(number, payload), payload)
+        await asyncio.sleep(0)
+        if number == 5:
+            ours.pool.reconsider(theirs.peer, [theirs.address])
+            assert ours.pool.path(theirs.peer) is PathKind.RELAYED
+    await until(lambda: len(theirs.frames) == len(ours.frames) == 20)
+    for node in (ours, theirs):
+        assert [m.sequence for _, m, _ in node.frames if isinstance(m, StepResult)] == list(range(20))
+    await swarm.settle()
+    for node in (ours, theirs):
+        (view,) = node.pool.links()
+        assert view.path is PathKind.MEMORY
+        assert view.num_resumed == 1
+        assert len(node.pool._connections[view.peer].ends) == 1
+    assert ours.closed == theirs.closed == []
+
+
+async def test_round_trip_of_a_new_path_is_its_own(swarm: Swarm) -> None:
+    ours, theirs = await swarm.node(has_relay=True), await swarm.node(has_relay=True)
+    await ours.pool.connect(theirs.peer, [theirs.relayed_address])
+    await swarm.settle()
+    swarm.world.tamper(theirs.host, ours.host, lambda message: (message,) if len(message) > 60 else ())  # no pong
+    ours.pool.reconsider(theirs.peer, [theirs.address])
+    await until(lambda: ours.pool.path(theirs.peer) is PathKind.MEMORY)
+    assert ours.pool.round_trip_s(theirs.peer) is None
+
+
+async def test_better_path_is_tried_again_until_it_works_at_longer_and_longer_intervals(swarm: Swarm) -> None:
+    ours, theirs = await swarm.node(has_relay=True), await swarm.node(has_relay=True)
+    listener = swarm.world.listeners.pop(theirs.address)
+    await ours.pool.connect(theirs.peer, [theirs.address, theirs.relayed_address])
+    await swarm.settle()
+    connection = ours.pool._connections[theirs.peer]
+    attempts = [connection.upgrade_at]
+    for _ in range(200):
+        await swarm.advance(TICK_S)
+        if connection.upgrade_at != attempts[-1]:
+            attempts.append(connection.upgrade_at)
+    gaps = [round(after - before) for before, after in itertools.pairwise(attempts)]
+    assert gaps[:4] == [10, 20, 40, 80][: len(gaps[:4])]
+    assert len(gaps) >= 3
+    swarm.world.listeners[theirs.address] = listener
+    await swarm.advance(attempts[-1] - swarm.clock.now + TICK_S)
+    assert ours.pool.path(theirs.peer) is PathKind.MEMORY
+
+
+async def test_link_without_a_hello_ends_in_time(swarm: Swarm) -> None:
+    _, theirs = await swarm.pair()
+    silent = MemoryNetwork(swarm.world, Identity.generate(), "silent")
+    link = await silent.dial(theirs.address, expect=None, timeout_s=PATIENCE_S)
+    await swarm.settle()
+    await swarm.advance(HELLO_TIMEOUT_S + TICK_S)
+    async with asyncio.timeout(PATIENCE_S):
+        await link.wait_closed()
+    assert theirs.pool.counters["refused_no-hello"] == 1
+    assert theirs.pool.counters["peers"] == 1
+
+
+async def test_gate_is_asked_before_a_dial_and_about_traffic(swarm: Swarm) -> None:
+    theirs = await swarm.node()
+    gate = Doorman()
+    ours = await swarm.node(gate=gate)
+    gate.refused_peers.add(theirs.peer)
+    with pytest.raises(PeerUnreachable, match="banned"):
+        await ours.pool.connect(theirs.peer, [theirs.address])
+    with pytest.raises(PeerUnreachable, match="banned"):
+        await ours.pool.identify(theirs.address)
+    gate.refused_peers.clear()
+    await ours.pool.connect(theirs.peer, [theirs.address])
+    for number in range(3):
+        theirs.pool.send(ours.peer, StatusRequest(number))
+    await swarm.settle()
+    await swarm.advance(TICK_S)
+    assert gate.traffic == [(theirs.peer, 3)]
+    gate.max_messages = 2
+    for number in range(3):
+        theirs.pool.send(ours.peer, StatusRequest(number))
+    await swarm.settle()
+    await swarm.advance(TICK_S)
+    assert isinstance(ours.closed[0][1], RemoteProtocolError)
+    assert isinstance(theirs.closed[0][1], PeerClosed)
+
+
+async def test_dropped_peer_hears_why(swarm: Swarm) -> None:
+    ours, theirs = await swarm.pair()
+    ours.pool.drop(theirs.peer, "banned")
+    await until(lambda: bool(theirs.closed))
+    assert "banned" in str(theirs.closed[0][1])
+    assert "banned" in str(ours.closed[0][1])
+
+
+async def test_uploads_keep_to_their_limit_and_urgent_frames_go_first(swarm: Swarm) -> None:
+    ours = await swarm.node(max_upload_Bps=100_000.0)
+    first, second = await swarm.node(), await swarm.node()
+    for node in (first, second):
+        await ours.pool.connect(node.peer, [node.address])
+    await swarm.advance(TICK_S)
+    started, began = ours.pool.counters["bytes_out"], swarm.clock.now
+    payload = bytes(150_000)
+    ours.pool.send(first.peer, result(1, payload), payload)
+    ours.pool.send(second.peer, StatusRequest(1))
+    urgent_at = None
+    while not first.frames:
+        swarm.clock.now += 0.01
+        ours.pool._upload_due()
+        await swarm.settle()
+        spent = ours.pool.counters["bytes_out"] - started
+        assert spent <= 100_000.0 * (swarm.clock.now - began) + 20_000
+        if second.frames and urgent_at is None:
+            urgent_at = swarm.clock.now
+    assert urgent_at is not None
+    assert urgent_at - began < 0.2
+    assert 1.3 < swarm.clock.now - began < 1.8
 
 
 @pytest.mark.parametrize(
@@ -513,10 +795,10 @@ async def test_number_of_links_is_bounded(swarm: Swarm) -> None:
     small = await swarm.node(max_links=1)
     first, second = await swarm.node(), await swarm.node()
     await first.pool.connect(small.peer, [small.address])
-    await second.pool.connect(small.peer, [small.address])
-    await until(lambda: bool(second.closed))
+    with pytest.raises(PeerUnreachable, match="as many links"):
+        await second.pool.connect(small.peer, [small.address])
     assert small.pool.counters["refused_too-many-links"] == 1
-    assert first.closed == []
+    assert first.closed == second.closed == []
     with pytest.raises(ResourceExhausted):
         await small.pool.identify(second.address)
 
@@ -549,8 +831,8 @@ async def test_full_pool_keeps_idle_peers_that_are_needed(swarm: Swarm) -> None:
     idle, newcomer = await swarm.node(), await swarm.node()
     await idle.pool.connect(small.peer, [small.address])
     await swarm.advance(IDLE_AFTER_S * 2)
-    await newcomer.pool.connect(small.peer, [small.address])
-    await until(lambda: bool(newcomer.closed))
+    with pytest.raises(PeerUnreachable, match="as many links"):
+        await newcomer.pool.connect(small.peer, [small.address])
     assert small.pool.is_connected(idle.peer)
     assert small.pool.counters["refused_too-many-links"] == 1
 
@@ -589,7 +871,10 @@ async def test_counters_add_up_over_links_that_are_gone(swarm: Swarm) -> None:
     ours.pool.send(theirs.peer, StatusRequest(1))
     await until(lambda: len(theirs.frames) == 1)
     swarm.world.cut(ours.host, theirs.host)
+    await swarm.settle()
+    ours.pool.drop(theirs.peer, "enough")
     await until(lambda: bool(ours.closed) and bool(theirs.closed))
+    await swarm.settle()
     counters = ours.pool.counters
     assert counters["frames_out"] == before["frames_out"] + 1 == theirs.pool.counters["frames_in"]
     assert counters["bytes_out"] == theirs.pool.counters["bytes_in"]
@@ -598,9 +883,12 @@ async def test_counters_add_up_over_links_that_are_gone(swarm: Swarm) -> None:
 
 async def test_ping_of_a_peer_is_answered_and_never_shown(swarm: Swarm) -> None:
     ours, theirs = await swarm.pair()
-    ours.pool.send(theirs.peer, Ping(4_000_000_000))
+    end = ours.pool._connections[theirs.peer].end
+    assert end is not None
+    end.post(Ping(4_000_000_000))
     await swarm.settle()
     assert theirs.frames == ours.frames == []
+    assert ours.pool.counters["refused_unexpected-pong"] == 1
 
 
 async def test_reason_of_a_goodbye_is_shown_without_its_control_characters(swarm: Swarm) -> None:

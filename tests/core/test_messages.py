@@ -18,10 +18,10 @@ from p2p.messages import (
     AnyMessage,
     CloseSession,
     OpenSession,
-    Ping,
     SessionOpened,
     SessionRefused,
     StatusReply,
+    StatusRequest,
     Step,
     StepResult,
     TensorMeta,
@@ -108,7 +108,7 @@ def test_result_needs_a_row_per_node() -> None:
 
 def test_payload_where_none_belongs_is_refused() -> None:
     with pytest.raises(WireError, match="none belongs"):
-        decode(Ping(1), b"x")
+        decode(StatusRequest(1), b"x")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -120,8 +120,8 @@ def test_counter_that_is_not_finite_is_refused(value: float) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        Ping(2**32),
-        Ping(-1),
+        StatusRequest(2**32),
+        StatusRequest(-1),
         SessionRefused(SESSION, 0, 128, "code", ""),
         SessionRefused(SESSION, 0, 0, "c" * 33, ""),
         SessionRefused(SESSION, 0, 0, "code", "r" * 513),
@@ -162,7 +162,7 @@ def test_step_of_the_largest_tree_is_accepted_and_one_more_node_refused() -> Non
 def test_unknown_tag_is_refused_and_further_fields_of_a_known_one_are_not() -> None:
     with pytest.raises(WireError):
         decode_message(encode_header(["hello", 1]))
-    assert decode_message(encode_header(["ping", 1, "from a later version"]))[0] == Ping(1)
+    assert decode_message(encode_header(["status?", 1, "from a later version"]))[0] == StatusRequest(1)
 
 
 def test_messages_without_the_fields_of_prefix_reuse_mean_none() -> None:

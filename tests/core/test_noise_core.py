@@ -13,12 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion_node.types import PeerId
-from fusion_node.wire import MAX_FRAME_BYTES
 from p2p.identity import Identity, public_key_of
 from p2p.noise_core import (
     MAX_HANDSHAKE_BYTES,
     MAX_SEGMENT_BYTES,
-    MAX_SEGMENT_PLAIN_BYTES,
     TAG_BYTES,
     Handshake,
     LinkKeys,
@@ -27,6 +25,7 @@ from p2p.noise_core import (
     Opener,
     Sealer,
 )
+from p2p.records import PROTOCOL_VERSION
 from tests.vectors import make_data_plane
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "data_plane.json").read_text())
@@ -34,7 +33,9 @@ US, THEM = Identity.from_seed(bytes([5]) * 32), Identity.from_seed(bytes([6]) * 
 KEY = bytes(range(32))
 
 
-def sides(*, expect: PeerId | None = None, our_version: int = 1, their_version: int = 1) -> tuple[Handshake, Handshake]:
+def sides(
+    *, expect: PeerId | None = None, our_version: int = PROTOCOL_VERSION, their_version: int = PROTOCOL_VERSION
+) -> tuple[Handshake, Handshake]:
     ours = Handshake(US, initiator=True, static_private=os.urandom(32), expect=expect, version=our_version)
     return ours, Handshake(THEM, initiator=False, static_private=os.urandom(32), version=their_version)
 
@@ -53,14 +54,6 @@ def refusal(handshake: Handshake, message: bytes) -> LinkRefused:
     with pytest.raises(LinkRefused):
         handshake.receive(message)
     return caught.value
-
-
-def frame_of(opener: Opener, segments: list[bytes]) -> memoryview | None:
-    frame = None
-    for segment in segments:
-        assert frame is None
-        frame = opener.open(segment)
-    return frame
 
 
 def open_refusal(opener: Opener, segment: bytes) -> LinkRefusal:
@@ -89,13 +82,23 @@ def test_handshake_matches_the_vectors() -> None:
 def test_sealed_segments_match_the_vectors_and_plain_chacha20_poly1305() -> None:
     key = bytes.fromhex(VECTORS["handshake"]["initiator_sending_key"])
     sealer, opener = Sealer(key), Opener(key)
-    for counter, vector in enumerate(VECTORS["sealed"]):
-        frame = bytes.fromhex(vector["frame"])
-        (segment,) = sealer.seal(frame)
-        assert [segment.hex()] == vector["segments"]
+    for counter, vector in enumerate(VECTORS["segments"]):
+        plain, segment = bytes.fromhex(vector["content"]), bytes.fromhex(vector["sealed"])
+        assert sealer.seal(plain) == segment
         nonce = bytes(4) + counter.to_bytes(8, "little")
-        assert ChaCha20Poly1305(key).encrypt(nonce, len(frame).to_bytes(4, "little") + frame, None) == segment
-        assert opener.open(segment) == frame
+        assert ChaCha20Poly1305(key).encrypt(nonce, plain, None) == segment
+        assert opener.open(segment) == plain
+
+
+def test_segment_can_be_opened_where_its_content_is_wanted() -> None:
+    segments, opener = segments_of(3, 1000), Opener(KEY)
+    buffer = bytearray(3000)
+    for number in (0, 1):
+        opener.open_into(segments[number], memoryview(buffer)[1000 * number : 1000 * (number + 1)])
+    assert buffer == bytes(1000) + bytes([1]) * 1000 + bytes(1000)
+    with pytest.raises(LinkRefused):
+        opener.open_into(segments[1], memoryview(buffer)[2000:])
+    assert open_refusal(opener, segments[2]) is LinkRefusal.REPLAYED_OR_FORGED
 
 
 def test_both_sides_know_each_other_and_share_keys_of_their_own() -> None:
@@ -146,9 +149,9 @@ def test_version_changed_on_the_way_fails_the_handshake() -> None:
         (b"", LinkRefusal.MALFORMED),
         (b"GET / HTTP/1.1", LinkRefusal.MALFORMED),
         (b"another-prot" + bytes(100), LinkRefusal.MALFORMED),
-        (b"fusion-node\x00\x01\x00\x00\x00", LinkRefusal.MALFORMED),
-        (b"fusion-node\x00\x01\x00\x00\x00" + bytes(32), LinkRefusal.MALFORMED),  # a key of small order
-        (b"fusion-node\x00\x01\x00\x00\x00" + bytes(MAX_HANDSHAKE_BYTES), LinkRefusal.OVERSIZED),
+        (b"fusion-node\x00\x02\x00\x00\x00", LinkRefusal.MALFORMED),
+        (b"fusion-node\x00\x02\x00\x00\x00" + bytes(32), LinkRefusal.MALFORMED),  # a key of small order
+        (b"fusion-node\x00\x02\x00\x00\x00" + bytes(MAX_HANDSHAKE_BYTES), LinkRefusal.OVERSIZED),
     ],
 )
 def test_first_message_that_is_none_is_refused(message: bytes, why: LinkRefusal) -> None:
@@ -211,46 +214,9 @@ def test_random_bytes_never_pass_a_handshake(data: bytes) -> None:
         assert side.keys is None
 
 
-@pytest.mark.parametrize(
-    "num_bytes",
-    [
-        0,
-        1,
-        MAX_SEGMENT_PLAIN_BYTES - 4 - 10,
-        MAX_SEGMENT_PLAIN_BYTES - 4 - 9,
-        2 * MAX_SEGMENT_PLAIN_BYTES - 4 - 10,
-        2 * MAX_SEGMENT_PLAIN_BYTES - 4 - 9,
-        1 << 20,
-        MAX_FRAME_BYTES - 10,
-    ],
-)
-def test_frame_of_any_size_comes_back(num_bytes: int) -> None:
-    sealer, opener = Sealer(KEY), Opener(KEY)
-    for _ in range(2):
-        payload = os.urandom(num_bytes)
-        segments = list(sealer.seal(b"0123456789", payload))
-        assert max(map(len, segments)) <= MAX_SEGMENT_BYTES
-        assert len(segments) == -(-(num_bytes + 14) // MAX_SEGMENT_PLAIN_BYTES)
-        frame = frame_of(opener, segments)
-        assert frame == b"0123456789" + payload
-        assert frame.readonly
-
-
-def test_header_longer_than_a_segment_comes_back() -> None:
-    head, payload = os.urandom(MAX_SEGMENT_PLAIN_BYTES + 5), os.urandom(100_000)
-    assert frame_of(Opener(KEY), list(Sealer(KEY).seal(head, payload))) == head + payload
-
-
-def test_frame_above_the_limit_is_not_sealed() -> None:
+def segments_of(num_segments: int, num_bytes: int = 100) -> list[bytes]:
     sealer = Sealer(KEY)
-    with pytest.raises(LinkRefused, match="exceeds"):
-        list(sealer.seal(bytes(10), bytes(MAX_FRAME_BYTES)))
-    assert Opener(KEY).open(next(iter(sealer.seal(b"next")))) == b"next"
-
-
-def segments_of(num_frames: int, num_bytes: int = 100) -> list[bytes]:
-    sealer = Sealer(KEY)
-    return [segment for n in range(num_frames) for segment in sealer.seal(bytes([n]) * num_bytes)]
+    return [sealer.seal(bytes([n]) * num_bytes) for n in range(num_segments)]
 
 
 def test_replayed_segment_is_refused() -> None:
@@ -265,22 +231,9 @@ def test_reordered_and_dropped_segments_are_refused() -> None:
     assert open_refusal(Opener(KEY), second) is LinkRefusal.REPLAYED_OR_FORGED
 
 
-def test_segments_of_one_frame_cannot_change_places() -> None:
-    first, second, third = segments_of(1, 2 * MAX_SEGMENT_PLAIN_BYTES + 10)
-    opener = Opener(KEY)
-    assert opener.open(first) is None
-    assert open_refusal(opener, third) is LinkRefusal.MALFORMED
-    sealer = Sealer(KEY)
-    long = list(sealer.seal(bytes(3 * MAX_SEGMENT_PLAIN_BYTES - 4)))
-    opener = Opener(KEY)
-    assert opener.open(long[0]) is None
-    assert open_refusal(opener, long[2]) is LinkRefusal.REPLAYED_OR_FORGED
-    assert second
-
-
 def test_segment_sent_back_to_its_sender_is_refused() -> None:
     ours, theirs = shake(*sides())
-    (segment,) = Sealer(ours.sending_key).seal(b"hello")
+    segment = Sealer(ours.sending_key).seal(b"hello")
     assert Opener(theirs.receiving_key).open(segment) == b"hello"
     assert open_refusal(Opener(ours.receiving_key), segment) is LinkRefusal.REPLAYED_OR_FORGED
 
@@ -303,42 +256,15 @@ def test_oversized_segment_is_refused_before_it_is_decrypted() -> None:
     assert open_refusal(Opener(KEY), bytes(MAX_SEGMENT_BYTES + 1)) is LinkRefusal.OVERSIZED
 
 
-def sealed(plain: bytes, counter: int = 0) -> bytes:
-    return ChaCha20Poly1305(KEY).encrypt(bytes(4) + counter.to_bytes(8, "little"), plain, None)
-
-
-@pytest.mark.parametrize(
-    ("plain", "why"),
-    [
-        (b"", LinkRefusal.MALFORMED),
-        (b"abc", LinkRefusal.MALFORMED),
-        ((3).to_bytes(4, "little") + b"abcd", LinkRefusal.MALFORMED),
-        ((5).to_bytes(4, "little") + b"abcd", LinkRefusal.MALFORMED),
-        ((MAX_FRAME_BYTES + 1).to_bytes(4, "little") + b"abcd", LinkRefusal.OVERSIZED),
-        ((2**32 - 1).to_bytes(4, "little") + bytes(MAX_SEGMENT_PLAIN_BYTES - 4), LinkRefusal.OVERSIZED),
-        ((10).to_bytes(4, "little") + bytes(MAX_SEGMENT_PLAIN_BYTES - 4), LinkRefusal.MALFORMED),
-    ],
-)
-def test_authentic_nonsense_is_refused(plain: bytes, why: LinkRefusal) -> None:
-    assert open_refusal(Opener(KEY), sealed(plain)) is why
-
-
-def test_short_segment_within_a_frame_is_refused() -> None:
-    opener = Opener(KEY)
-    first, _, _ = segments_of(1, 2 * MAX_SEGMENT_PLAIN_BYTES + 10)
-    assert opener.open(first) is None
-    assert open_refusal(opener, sealed(bytes(1), 1)) is LinkRefusal.MALFORMED
-
-
 def test_link_ends_when_its_key_has_been_used_up() -> None:
     segments = segments_of(3)
     sealer, opener = Sealer(KEY, max_segments=2), Opener(KEY, max_segments=2)
     for segment in segments[:2]:
-        assert list(sealer.seal(bytes(opener.open(segment) or b""))) == [segment]
+        assert sealer.seal(opener.open(segment)) == segment
     with pytest.raises(LinkRefused, match="one key"):
-        list(sealer.seal(b"more"))
+        sealer.seal(b"more")
     assert open_refusal(opener, segments[2]) is LinkRefusal.OVERSIZED
 
 
 def test_tag_is_sixteen_bytes() -> None:
-    assert len(segments_of(1, 0)[0]) == TAG_BYTES + 4
+    assert len(segments_of(1, 0)[0]) == TAG_BYTES

@@ -28,16 +28,16 @@ from p2p.messages import (
     AnyMessage,
     CloseSession,
     OpenSession,
-    Ping,
     SessionClosed,
     SessionFailed,
     SessionOpened,
     SessionRefused,
     StageTiming,
+    StatusRequest,
     StepResult,
     TensorMeta,
 )
-from p2p.records import Plan, PlanStage
+from p2p.records import PROTOCOL_VERSION, Plan, PlanStage
 
 KEY = bytes(range(16))
 EPOCH = 3
@@ -50,7 +50,7 @@ T0 = MonotonicS(1000.0)
 def core(prefix: Prefix | None = None) -> SessionCore:
     now = time.time()
     plan = Plan(
-        version=1,
+        version=PROTOCOL_VERSION,
         user=Identity.from_seed(b"u" * 32).peer_id,
         session=KEY,
         epoch=EPOCH,
@@ -185,7 +185,7 @@ def test_result_from_a_stage_that_is_not_the_last_is_its_fault(stage: int) -> No
         (SessionRefused(KEY, EPOCH - 1, 0, "x", "x"), PEERS[0]),
         (result(0, 1, epoch=EPOCH + 1), PEERS[2]),
         (SessionClosed(KEY, EPOCH), PEERS[0]),
-        (Ping(1), PEERS[0]),
+        (StatusRequest(1), PEERS[0]),
     ],
 )
 def test_what_strangers_and_other_epochs_say_changes_nothing(message: AnyMessage, source: PeerId) -> None:

@@ -19,7 +19,7 @@ from p2p.identity import Identity
 from p2p.memory import MemoryNetwork, MemoryWorld
 from p2p.memory_discovery import MemoryDiscovery, World
 from p2p.messages import AnyMessage, OpenSession, SessionOpened, StageTiming, Step, StepResult, TensorMeta
-from p2p.records import Plan, PlanStage
+from p2p.records import PROTOCOL_VERSION, Plan, PlanStage
 
 NODE = Identity.from_seed(b"n" * 32).peer_id
 ROW = TensorMeta("f32", 1, 2)
@@ -58,7 +58,7 @@ class OneNode:
 def session_with(node: OneNode) -> Session:
     now = time.time()
     plan = Plan(
-        version=1,
+        version=PROTOCOL_VERSION,
         user=Identity.from_seed(b"u" * 32).peer_id,
         session=b"s" * 16,
         epoch=0,

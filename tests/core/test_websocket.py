@@ -12,9 +12,9 @@ import aiohttp
 import pytest
 
 from fusion_node.errors import ConfigError, FusionError, PeerUnreachable, RemoteProtocolError
+from p2p.conformance import End
 from p2p.dial_back import deliver_to_data_plane
 from p2p.identity import Identity
-from p2p.messages import Ping
 from p2p.noise_core import MAX_SEGMENT_BYTES
 from p2p.reachability_verdict import Outcome
 from p2p.seam import Link, Listener
@@ -24,10 +24,10 @@ PATIENCE_S = 20.0
 
 
 async def echo(link: Link) -> None:
+    end = End(link)
     with contextlib.suppress(FusionError):
         while True:
-            message, payload = await link.receive()
-            await link.send(message, payload)
+            await end.send(await end.receive())
 
 
 @asynccontextmanager
@@ -47,8 +47,9 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def still_serves(address: str) -> None:
     link = await WebSocketNetwork(Identity.generate()).dial(address, expect=None, timeout_s=PATIENCE_S)
-    await link.send(Ping(1))
-    assert (await link.receive()).message == Ping(1)
+    end = End(link)
+    end.link.write(b"hello")
+    assert await end.receive() == b"hello"
     await link.aclose()
 
 
@@ -61,7 +62,7 @@ async def hung_up(reader: asyncio.StreamReader) -> bytes:
 
 
 async def test_stranger_who_says_nothing_is_hung_up_on_in_time() -> None:
-    network = WebSocketNetwork(Identity.generate(), handshake_timeout_s=0.1)
+    network = WebSocketNetwork(Identity.generate(), handshake_timeout_s=0.5)
     async with listening(network) as listener:
         reader, writer = await asyncio.open_connection(*split_address(listener.address))
         assert await hung_up(reader) == b""
@@ -80,7 +81,7 @@ async def test_error_of_a_dial_is_not_its_own_cause() -> None:
 
 @pytest.mark.parametrize("first", [b"", b"hello", b"GET /fusion HTTP/1.1\r\nHost: x\r\n"])
 async def test_stranger_who_stops_half_way_is_hung_up_on_in_time(first: bytes) -> None:
-    network = WebSocketNetwork(Identity.generate(), handshake_timeout_s=0.2)
+    network = WebSocketNetwork(Identity.generate(), handshake_timeout_s=0.5)
     async with listening(network) as listener:
         reader, writer = await asyncio.open_connection(*split_address(listener.address))
         writer.write(first)
@@ -90,7 +91,7 @@ async def test_stranger_who_stops_half_way_is_hung_up_on_in_time(first: bytes) -
 
 
 async def test_stranger_who_upgrades_and_then_says_nothing_is_hung_up_on_in_time() -> None:
-    network = WebSocketNetwork(Identity.generate(), handshake_timeout_s=0.2)
+    network = WebSocketNetwork(Identity.generate(), handshake_timeout_s=0.5)
     async with (
         listening(network) as listener,
         aiohttp.ClientSession() as session,
@@ -124,8 +125,9 @@ async def test_authenticated_links_do_not_count_as_strangers() -> None:
         links = []
         for _ in range(4):
             link = await WebSocketNetwork(Identity.generate()).dial(listener.address, expect=None, timeout_s=PATIENCE_S)
-            await link.send(Ping(1))
-            await link.receive()  # only now the listener is known to have finished the handshake
+            end = End(link)
+            link.write(b"hello")
+            await end.receive()  # only now the listener is known to have finished the handshake
             links.append(link)
         for link in links:
             await link.aclose()

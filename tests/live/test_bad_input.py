@@ -13,6 +13,7 @@ import pytest
 from fusion_node.errors import ProtocolVersionMismatch
 from fusion_node.store import StoredModel
 from p2p.identity import Identity
+from p2p.records import PROTOCOL_VERSION
 from p2p.websocket import WebSocketNetwork
 from tests.live.swarm_process import MODEL, NodeProcess, node_processes, run_cli, wait_until
 
@@ -173,7 +174,7 @@ def test_generate_refuses_a_prompt_longer_than_the_context(test_home: Path, firs
 
 
 async def test_peer_of_another_version_is_told_so_and_the_node_says_it_too(small_node: NodeProcess) -> None:
-    network = WebSocketNetwork(Identity.generate(), version=2)
+    network = WebSocketNetwork(Identity.generate(), version=PROTOCOL_VERSION + 1)
     with pytest.raises(ProtocolVersionMismatch) as error:
         await network.dial(small_node.data_address, expect=None, timeout_s=10.0)
     assert error.value.exit_code == 26

@@ -27,7 +27,7 @@ from p2p.libp2p_adapter.node import Libp2pNode
 from p2p.libp2p_adapter.requests import MAX_REQUESTS_AT_ONCE, REQUEST_TIMEOUT_S
 from p2p.peer_book import path_of
 from p2p.record_exchange import MAX_ANSWER_BYTES, PROTOCOL_ID, ExchangeRequest
-from p2p.records import NodeRecord, Refusal, ShardRecord, sign_record
+from p2p.records import PROTOCOL_VERSION, NodeRecord, Refusal, ShardRecord, sign_record
 from p2p.swarm_key import SwarmKey
 
 pytestmark = pytest.mark.live
@@ -62,7 +62,7 @@ class Peer:
         issued_at = time.time() if issued_at is None else issued_at
         shard = ShardRecord(MODEL, "tiny", 0, 10, 30, "f16r32", 0.001, 4096)
         record = NodeRecord(
-            version=1,
+            version=PROTOCOL_VERSION,
             peer=self.id,
             sequence=self.sequence,
             issued_at=issued_at,

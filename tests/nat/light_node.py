@@ -232,8 +232,11 @@ class Node:
         }
 
     def _links(self) -> list[dict[str, Any]]:
-        links = [(peer, entries[0].link) for peer, entries in self.pool._links.items()]
-        return [{"peer": peer, "path": link.path.value, "remote_address": link.remote_address} for peer, link in links]
+        return [
+            {"peer": view.peer, "path": view.path.value, "remote_address": view.remote_address}
+            for view in self.pool.links()
+            if view.path is not None
+        ]
 
     def _live(self) -> list[NodeRecord]:
         return list(self.discovery.table.live(now=UnixS(time.time())))

@@ -24,13 +24,14 @@ from fusion_node.engine.stage import Stage
 from fusion_node.engine.tensor_codec import decode_rows, encode_rows
 from fusion_node.errors import FusionError
 from fusion_node.types import LayerRange, ModelId, PeerId
+from p2p.compression import FEATURE
 from p2p.discovery import DiscoveryConfig
 from p2p.identity import Identity
 from p2p.links import LinkPool
 from p2p.memory import MemoryNetwork, MemoryWorld
 from p2p.memory_discovery import MemoryDiscovery, World
 from p2p.messages import AnyMessage, OpenSession, Step, TensorMeta
-from p2p.records import NodeRecord, Plan, PlanStage, ShardRecord, sign_plan, sign_record
+from p2p.records import PROTOCOL_VERSION, NodeRecord, Plan, PlanStage, ShardRecord, sign_plan, sign_record
 from p2p.tensor_wire import decompress
 from tests.engine.tiny import TinyModel
 
@@ -93,7 +94,7 @@ class Node:
         )
         return sign_record(
             NodeRecord(
-                version=1,
+                version=PROTOCOL_VERSION,
                 peer=self.peer,
                 sequence=int(now * 1000),
                 issued_at=now,
@@ -194,6 +195,7 @@ class MemorySwarm:
             on_frame=server.on_frame,
             on_closed=server.on_closed,
             max_links=max_links,
+            features=(FEATURE,),
         )
         server.attach(pool)
         discovery = MemoryDiscovery(
@@ -234,7 +236,7 @@ class MemorySwarm:
     def plan(self, user: PeerId, nodes: Sequence[Node], **changes: object) -> Plan:
         now = time.time()
         fields: dict[str, object] = {
-            "version": 1,
+            "version": PROTOCOL_VERSION,
             "user": user,
             "session": secrets.token_bytes(16),
             "epoch": 0,

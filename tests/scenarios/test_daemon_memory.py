@@ -41,7 +41,7 @@ from p2p.messages import (
     StepResult,
     TensorMeta,
 )
-from p2p.records import Plan, PlanStage, sign_plan
+from p2p.records import PROTOCOL_VERSION, Plan, PlanStage, sign_plan
 from tests.engine.tiny import TinyModel, tiny_model
 from tests.scenarios.swarm import CPU, MemorySwarm, Node, memory_swarm, step, until
 
@@ -209,7 +209,7 @@ def _twice(plan: Plan) -> Plan:
 
 
 def _other_version(plan: Plan) -> Plan:
-    return msgspec.structs.replace(plan, version=2)
+    return msgspec.structs.replace(plan, version=PROTOCOL_VERSION + 1)
 
 
 @pytest.mark.parametrize(
@@ -819,6 +819,7 @@ async def test_device_without_memory_for_one_row_ends_the_session_and_serves_on(
 async def test_lost_neighbour_is_named_to_the_user_and_frees_the_session(swarm: MemorySwarm, nodes: list[Node]) -> None:
     user = await swarm.user()
     async with await swarm.session(user, nodes) as session:
+        swarm.world.listeners.pop(nodes[2].address)  # or the link would be made again
         swarm.world.cut(nodes[1].host, nodes[2].host)
         tensor, payload = swarm.rows(PROMPT)
         session.send(tensor, payload, want_last=True)
@@ -835,6 +836,7 @@ async def test_lost_user_frees_the_session_everywhere(swarm: MemorySwarm, nodes:
         await stranger.get(SessionOpened)
     for node in nodes:
         swarm.world.cut(stranger.host, node.host)
+        swarm.world.black_hole(stranger.host, node.host)
     await until(lambda: not any(node.num_sessions for node in nodes))
 
 

@@ -17,15 +17,13 @@ import msgspec
 
 from fusion_node.types import UnixS
 from p2p.identity import Identity
+from p2p.link_messages import Ack, AnyLinkMessage, Goodbye, Hello, Ping, Pong, encode_link_message
 from p2p.messages import (
     AnyMessage,
     BandwidthProbe,
     BandwidthReport,
     CloseSession,
-    Goodbye,
     OpenSession,
-    Ping,
-    Pong,
     SessionClosed,
     SessionFailed,
     SessionOpened,
@@ -48,6 +46,7 @@ from p2p.records import (
     sign_plan,
     sign_record,
 )
+from p2p.transfer_core import Lane, Transfer
 
 PATH = Path(__file__).with_name("data_plane.json")
 NOW = UnixS(1_800_000_000.0)
@@ -98,8 +97,6 @@ PLAN = Plan(
     ),
 )
 MESSAGES: tuple[tuple[AnyMessage, bytes], ...] = (
-    (Ping(1), b""),
-    (Pong(1), b""),
     (StatusRequest(2), b""),
     (StatusReply(2, b"record", {"sessions": 1.0}), b""),
     (BandwidthProbe(5, 1, 8), bytes(range(16))),
@@ -123,8 +120,44 @@ MESSAGES: tuple[tuple[AnyMessage, bytes], ...] = (
     (CloseSession(SESSION, 0), b""),
     (CloseSession(SESSION, 0, retain=True), b""),
     (SessionClosed(SESSION, 0), b""),
-    (Goodbye("draining"), b""),
 )
+
+
+LINK_MESSAGES: tuple[AnyLinkMessage, ...] = (
+    Hello(bytes(range(8)), b"", 1, (0, 0, 0, 0), (262144, 2097152, 4194304, 4194304), (), ("zstd",)),
+    Hello(bytes(range(8, 16)), bytes(range(8)), 1, (0, 0, 0, 0), (262144, 2097152, 4194304, 4194304), (0, 0, 0, 0)),
+    Ack((10, 20, 30, 40), (262154, 2097172, 4194334, 4194344)),
+    Ping(1),
+    Pong(1),
+    Goodbye("draining"),
+)
+LONG = StepResult(SESSION, 0, 5, (9,), TensorMeta("f32", 1, 25), ())
+
+
+def transfer() -> dict[str, Any]:
+    """Two frames of different lanes over a link, and what is sent again over the next one; chunks of 64 bytes."""
+    sender, receiver = Transfer(), Transfer()
+    sender.resume(receiver.ack()[0], receiver.ack()[1])
+    position = receiver.begin_link()
+    sender.queue(Lane.PREFILL, SESSION, encode_message(LONG), bytes(range(100)))
+    first = [sender.next_segment(64)]
+    sender.queue(Lane.CONTROL, None, encode_message(StatusRequest(2)))
+    while (plain := sender.next_segment(64)) is not None:
+        first.append(plain)
+    for plain in first[:-1]:  # the link is lost before the last one arrives
+        assert plain is not None
+        receiver.receive(position, plain)
+    received, granted = receiver.ack()
+    sender.resume(received, granted)
+    again = sender.next_segment(64)
+    assert again is not None
+    frame = receiver.receive(receiver.begin_link(), again)
+    assert frame == encode_message(LONG) + bytes(range(100))
+    return {
+        "first_link": [plain.hex() for plain in first if plain is not None],
+        "received": received,
+        "next_link": [again.hex()],
+    }
 
 
 def handshake() -> tuple[Handshake, Handshake, list[bytes]]:
@@ -164,10 +197,16 @@ def vectors() -> dict[str, Any]:
             "initiator_sending_key": ours.keys.sending_key.hex(),
             "initiator_receiving_key": ours.keys.receiving_key.hex(),
         },
-        "sealed": [
-            {"frame": (head + payload).hex(), "segments": [segment.hex() for segment in sealer.seal(head, payload)]}
-            for head, payload in ((encode_message(message), payload) for message, payload in MESSAGES[:3])
+        "segments": [
+            {
+                "type": type(message).__name__,
+                "fields": _plain(message),
+                "content": encode_link_message(message).hex(),
+                "sealed": sealer.seal(encode_link_message(message)).hex(),
+            }
+            for message in LINK_MESSAGES
         ],
+        "transfer": _plain(transfer()),
         "messages": [
             {
                 "type": type(message).__name__,
@@ -189,6 +228,8 @@ def _plain(value: Any) -> Any:
         return value.hex()
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
     return value
 
 
