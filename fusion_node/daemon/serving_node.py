@@ -42,6 +42,7 @@ from fusion_node.engine.stage import Stage
 from fusion_node.errors import FusionError, ResourceExhausted
 from fusion_node.store import StoredModel
 from fusion_node.types import LayerRange, PeerId
+from p2p.compression import FEATURE
 from p2p.discovery import Discovery, DiscoveryService
 from p2p.gate import PeerGate
 from p2p.identity import Identity
@@ -338,6 +339,7 @@ class ServingNode:
             on_closed=self._server.on_closed,
             gate=gate,
             is_needed=lambda peer: bool(admission.touching(peer)),
+            features=(FEATURE,),
         )
         self._server.attach(self._pool)
         loop = asyncio.get_running_loop()

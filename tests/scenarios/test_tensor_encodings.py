@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator
 
 import numpy as np
@@ -80,6 +81,16 @@ async def test_compressed_rows_give_the_same_answer_to_the_bit(
         assert report["compression.bytes_after"] < report["compression.bytes_before"]
     (measured, *_) = (await swarm.measured(user)).values()
     assert "compression.trials" in await user.status_of(measured)
+
+
+async def test_nodes_and_users_announce_that_they_take_compressed_rows(swarm: MemorySwarm, nodes: list[Node]) -> None:
+    user = await swarm.user()
+    await swarm.answer(user, nodes, PROMPT)
+    for node in nodes:
+        assert FEATURE in user.links.features(node.peer)
+        assert FEATURE in node.pool.features(user.identity.peer_id)
+    for before, after in itertools.pairwise(nodes):
+        assert FEATURE in before.pool.features(after.peer)
 
 
 async def test_rows_behind_large_ones_do_not_overtake_them(swarm: MemorySwarm, nodes: list[Node]) -> None:
