@@ -598,12 +598,12 @@ class LinkPool:
     def _give_up_dial(self, key: tuple[PeerId, tuple[str, ...]]) -> None:
         self._dials.pop(key).cancel()
 
-    def _dial_again(self, connection: Connection, addresses: Sequence[str]) -> None:
-        """One more link for a connection: because it has none, or a worse one."""
+    def _dial_again(self, connection: Connection, addresses: Sequence[str], worst_rank: int | None = None) -> None:
+        """One more link for a connection: because it has none, or one whose path is worse than ``worst_rank``."""
         if connection.dial is None and addresses and not self._closed:
-            connection.dial = self._spawn(self._redial(connection, tuple(addresses)))
+            connection.dial = self._spawn(self._redial(connection, tuple(addresses), worst_rank))
 
-    async def _redial(self, connection: Connection, addresses: tuple[str, ...]) -> None:
+    async def _redial(self, connection: Connection, addresses: tuple[str, ...], worst_rank: int | None) -> None:
         try:
             link, address = await dial_any(self._network, connection.peer, addresses, timeout_s=RESUME_S)
         except DialFailed as error:
@@ -614,7 +614,8 @@ class LinkPool:
             return
         finally:
             connection.dial = None
-        if self._connections.get(connection.peer) is not connection:
+        is_worse = worst_rank is not None and connection.end is not None and link.path.rank > worst_rank
+        if is_worse or self._connections.get(connection.peer) is not connection:
             await link.aclose()
             return
         with contextlib.suppress(PeerUnreachable):
@@ -628,7 +629,7 @@ class LinkPool:
         if better:
             connection.upgrade_after_s = min(max(UPGRADE_FIRST_S, connection.upgrade_after_s * 2), UPGRADE_LAST_S)
             connection.upgrade_at = now + connection.upgrade_after_s
-            self._dial_again(connection, better)
+            self._dial_again(connection, better, present - 1)
 
     # Room.
 

@@ -19,6 +19,7 @@ from fusion_node.cli.options import (
     PuzzleBits,
     SwarmKeyFile,
     Threads,
+    parse_rate,
     parse_size,
 )
 from fusion_node.daemon.config import DEFAULT_LISTEN, NodeConfig
@@ -86,6 +87,15 @@ def join(
     max_vram: Annotated[
         int | None, typer.Option(metavar="SIZE", parser=parse_size, help="Bound on its memory on a GPU.")
     ] = None,
+    max_upload: Annotated[
+        float | None,
+        typer.Option(
+            metavar="RATE",
+            parser=parse_rate,
+            help="What all rows and answers together may take of the uplink, as 10Mbit or 2MB per second; no limit if "
+            "not given.",
+        ),
+    ] = None,
     back_off: Annotated[
         bool | None,
         typer.Option(
@@ -129,6 +139,7 @@ def join(
         kv_memory_bytes=kv_memory,
         max_ram_bytes=max_ram,
         max_vram_bytes=max_vram,
+        max_upload_Bps=max_upload,
         back_off=back_off,
         relay=relay,
         relay_rate_Bps=relay_limit,

@@ -12,6 +12,7 @@ from fusion_node.client.sampling import SamplingParams
 from fusion_node.errors import ConfigError
 from p2p.identity import Identity
 from p2p.swarm_key import SwarmKey
+from p2p.upload_core import MIN_UPLOAD_BPS
 
 Peers = Annotated[
     list[str] | None,
@@ -113,6 +114,26 @@ def parse_size(text: str) -> int:
         if size > 0:
             return size
     raise ConfigError(f"{text!r} is not a size: write a number of MiB, or for example 500MiB or 6GiB")
+
+
+_RATE = re.compile(r"(\d{1,9}(?:\.\d{1,6})?) ?([kmgt]?)(i?)(bit|b|B)(?:/s|ps)?", re.IGNORECASE)
+
+
+def parse_rate(text: str) -> float:
+    """Reads ``10Mbit``, ``2MB``, ``500 kbit/s`` or ``1.5MiB``, per second; in bytes per second.
+
+    Raises:
+        ConfigError: it is no rate, or less than MIN_UPLOAD_BPS.
+    """
+    found = _RATE.fullmatch(text.strip())
+    if found is not None:
+        number, prefix, binary, unit = found.groups()
+        base = 1024 if binary else 1000
+        power = _POWERS[prefix.lower()] if prefix else 0
+        rate_Bps = float(number) * float(base**power) / (8 if unit.lower() == "bit" else 1)
+        if rate_Bps >= MIN_UPLOAD_BPS:
+            return rate_Bps
+    raise ConfigError(f"{text!r} is not a rate of at least 8kbit: write for example 10Mbit or 2MB, per second")
 
 
 def sampling(

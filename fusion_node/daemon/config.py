@@ -29,6 +29,7 @@ class NodeConfig:
         kv_memory_bytes: for all sessions together; None takes a quarter of what is free.
         max_ram_bytes: of the whole process, on a CPU node; None sets no bound.
         max_vram_bytes: of the whole process on a GPU; None sets no bound.
+        max_upload_Bps: of all data-plane links together, bytes per second with their headers; None sets no bound.
         back_off: whether to pause while another program uses the device; None does so on a GPU.
         relay: whether to carry the connections of nodes that cannot be dialled.
         relay_rate_Bps: how much of that at most; None leaves it to the line.
@@ -54,6 +55,7 @@ class NodeConfig:
     kv_memory_bytes: int | None = None
     max_ram_bytes: int | None = None
     max_vram_bytes: int | None = None
+    max_upload_Bps: float | None = None
     back_off: bool | None = None
     relay: bool = False
     relay_rate_Bps: int | None = None

@@ -339,6 +339,7 @@ class ServingNode:
             on_closed=self._server.on_closed,
             gate=gate,
             is_needed=lambda peer: bool(admission.touching(peer)),
+            max_upload_Bps=config.max_upload_Bps,
             features=(FEATURE,),
         )
         self._server.attach(self._pool)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusion_node.cli.options import parse_size
+from fusion_node.cli.options import parse_rate, parse_size
 from fusion_node.errors import ConfigError
 
 
@@ -31,3 +31,26 @@ def test_sizes_are_read_with_their_unit_and_as_mib_without(text: str, size: int)
 def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError, match="for example 500MiB"):
         parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "rate_Bps"),
+    [
+        ("10Mbit", 1_250_000.0),
+        ("10 mbit/s", 1_250_000.0),
+        ("2MB", 2_000_000.0),
+        ("1.5MiB", 1.5 * 1024**2),
+        ("500kbps", 500_000.0),
+        ("8kbit", 1000.0),
+        ("1Gbit", 125_000_000.0),
+        ("1000B", 1000.0),
+    ],
+)
+def test_rate_is_read(text: str, rate_Bps: float) -> None:
+    assert parse_rate(text) == rate_Bps
+
+
+@pytest.mark.parametrize("text", ["", "10", "10M", "Mbit", "-1Mbit", "0Mbit", "7kbit", "1e6B", "10Mbit extra", "999B"])
+def test_text_that_is_no_rate_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigError, match="10Mbit"):
+        parse_rate(text)
