@@ -39,14 +39,19 @@ from p2p.links import LinkPool
 from p2p.messages import AnyMessage, BandwidthProbe, BandwidthReport, StatusReply, StatusRequest
 from p2p.paths import RoutedNetwork
 from p2p.reachability_verdict import Overall, Plane
-from p2p.records import PROTOCOL_VERSION, NodeRecord, ShardRecord, sign_record
+from p2p.records import PROTOCOL_VERSION, NodeRecord, ShardRecord, dialled_at, sign_record
 from p2p.relays import Relays
+from p2p.seam import PathKind
 from p2p.websocket import WebSocketNetwork, join_address
 from tests.nat.internet import join_namespace
 
 MODEL = ModelId("ab" * 32)
 RECORD_TTL_S = 60.0
 ANNOUNCE_INTERVAL_S = 20.0
+ASK_EVERY_S = 0.05
+PATIENCE_S = 30.0
+"""For answers that may have to wait until a broken path is mended."""
+
 DATA_PORT = 4701
 
 _PR_SET_PDEATHSIG = 1
@@ -93,10 +98,14 @@ class Node:
         self.bandwidth = BandwidthMeter(self.pool, is_busy=lambda: False)
         self.relays = Relays(self.identity.peer_id, self.discovery, records=self._live, on_change=self._announce_soon)
         self.discovery.extra_addresses.append(self.relays.circuit_addresses)
+        self.discovery.on_path.append(self._path_changed)
         self.discovery.reachability.on_change.append(self._reachability_changed)
         self.lost: list[tuple[float, str, str]] = []
         self._sequence = int(time.time() * 1000)
         self._answered: dict[int, float] = {}
+        self._num_asked = self._num_lost = 0
+        self._began = 0.0
+        self._conversing: asyncio.Task[None] | None = None
         self._new_answer = asyncio.Event()
         self._wish_to_announce = asyncio.Event()
         self._announcing: asyncio.Task[None] | None = None
@@ -117,6 +126,9 @@ class Node:
         if self.options.serve:
             self.relays.want(self.discovery.reachability.verdict().overall is Overall.BEHIND_NAT)
             self._announce_soon()
+
+    def _path_changed(self, peer: PeerId, path: PathKind) -> None:
+        self.pool.reconsider(peer, (f"/p2p/{peer}",))
 
     def _announce_soon(self) -> None:
         self._wish_to_announce.set()
@@ -166,6 +178,7 @@ class Node:
 
     def _on_closed(self, peer: PeerId, error: FusionError) -> None:
         self.lost.append((time.monotonic(), peer, f"{type(error).__name__}: {error}"))
+        self._new_answer.set()
 
     # what a test can ask
 
@@ -197,7 +210,7 @@ class Node:
 
     async def do_connect(self, peer: str, timeout_s: float = 15.0) -> None:
         record = self._record_of(peer)
-        addresses = () if record is None else (*record.data_addresses, *record.libp2p_addresses)
+        addresses = () if record is None else dialled_at(record)
         await self.pool.connect(PeerId(peer), addresses, timeout_s=timeout_s)
 
     async def do_round_trip(self, peer: str, count: int = 1) -> float:
@@ -205,37 +218,58 @@ class Node:
         taken = sorted([await self.pool.round_trip(PeerId(peer)) for _ in range(count)])
         return taken[len(taken) // 2]
 
-    async def do_converse(
-        self, peer: str, seconds: float = 2.0, interval_s: float = 0.05, patience_s: float = 30.0
-    ) -> dict[str, Any]:
-        """Sends numbered requests for so long, and waits for the answers of all.
+    async def do_converse(self, peer: str, seconds: float) -> dict[str, Any]:
+        """Sends numbered requests for so long. Returns as do_end_conversation."""
+        await self.do_keep_conversing(peer)
+        await asyncio.sleep(seconds)
+        return await self.do_end_conversation()
 
-        Returns: how many were sent and answered, whether in order, and the longest time between two answers.
-        """
+    async def do_keep_conversing(self, peer: str) -> None:
+        """Sends numbered requests until do_end_conversation; returns when one has been answered."""
         self._answered.clear()
-        began = time.monotonic()
-        count = 0
-        while time.monotonic() - began < seconds:
-            self.pool.send(PeerId(peer), StatusRequest(count))
-            count += 1
-            await asyncio.sleep(interval_s)
-        async with asyncio.timeout(patience_s):
-            while len(self._answered) < count:
-                self._new_answer.clear()
-                await self._new_answer.wait()
-        numbers, times = list(self._answered), [began, *self._answered.values()]
+        self._num_asked, self._num_lost, self._began = 0, len(self.lost), time.monotonic()
+        self._conversing = asyncio.create_task(self._ask_on(PeerId(peer)))
+        await self._until_answered(1)
+
+    async def do_end_conversation(self) -> dict[str, Any]:
+        """Sends nothing more, and waits for the answers to all requests, or until the connection is lost.
+
+        Returns: how many were sent and answered, whether in order, the longest time between two answers, and why the
+            connection was lost, if it was.
+        """
+        assert self._conversing is not None
+        self._conversing.cancel()
+        await self._until_answered(self._num_asked)
+        numbers, times = list(self._answered), [self._began, *self._answered.values()]
         return {
-            "sent": count,
+            "sent": self._num_asked,
             "answered": len(numbers),
             "in_order": numbers == sorted(numbers),
-            "longest_gap_s": max(late - early for early, late in itertools.pairwise(times)),
+            "longest_gap_s": max((late - early for early, late in itertools.pairwise(times)), default=0.0),
+            "lost": [why for _, _, why in self.lost[self._num_lost :]],
         }
+
+    async def _ask_on(self, peer: PeerId) -> None:
+        while len(self.lost) == self._num_lost:
+            self.pool.send(peer, StatusRequest(self._num_asked))
+            self._num_asked += 1
+            await asyncio.sleep(ASK_EVERY_S)
+
+    async def _until_answered(self, count: int) -> None:
+        async with asyncio.timeout(PATIENCE_S):
+            while len(self._answered) < count and len(self.lost) == self._num_lost:
+                self._new_answer.clear()
+                await self._new_answer.wait()
 
     def _links(self) -> list[dict[str, Any]]:
         return [
-            {"peer": view.peer, "path": view.path.value, "remote_address": view.remote_address}
-            for view in self.pool.links()
-            if view.path is not None
+            {
+                "peer": link.peer,
+                "path": link.path.value,
+                "remote_address": link.remote_address,
+                "num_resumed": link.num_resumed,
+            }
+            for link in self.pool.links()
         ]
 
     def _live(self) -> list[NodeRecord]:

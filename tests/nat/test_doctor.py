@@ -88,6 +88,7 @@ def test_doctor_tells_a_public_machine_from_one_behind_a_router(
     assert home_status == 0, "it can be reached"
 
 
+@pytest.mark.slow
 def test_doctor_names_a_bootstrap_peer_that_is_gone_and_fails(
     internet: Internet, nodes: Nursery, tmp_path: Path
 ) -> None:

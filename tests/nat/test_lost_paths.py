@@ -1,4 +1,4 @@
-"""How soon a node notices that another one is gone, whatever way it went."""
+"""How soon a node gives another one up that is gone, whatever way it went."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.nat.light_nodes import LightNode, Nursery, connect
 
 pytestmark = pytest.mark.live
 
-NOTICED_S = 12.0
-"""A heartbeat's six seconds, and room for a machine that is busy. TCP alone would take a quarter of an hour."""
+GIVEN_UP_S = 16.0
+"""A heartbeat's six seconds, the four that a connection waits for another link, and room for a machine that is busy."""
 
 
 @pytest.fixture
@@ -26,29 +26,22 @@ def pair(internet: Internet, nodes: Nursery) -> tuple[LightNode, LightNode]:
     return near, far
 
 
-def noticed_after_s(node: LightNode) -> float:
-    """Seconds from now until the node's link has been lost."""
+def given_up_after_s(node: LightNode) -> float:
+    """Seconds from now until the node's connection has been given up."""
     began = time.monotonic()
-    wait_until(lambda: bool(node.status["lost"]), within_s=NOTICED_S, what=f"{node.name} has noticed")
+    wait_until(lambda: bool(node.status["lost"]), within_s=GIVEN_UP_S, what=f"{node.name} has given up")
     return time.monotonic() - began
 
 
-def test_a_black_hole_is_noticed_within_seconds(pair: tuple[LightNode, LightNode]) -> None:
-    near, far = pair
-    assert far.host is not None
-    with far.host.black_hole():
-        print(f"\nblack hole noticed after {noticed_after_s(near):.1f} s")
-
-
-def test_a_frozen_process_is_noticed_within_seconds(pair: tuple[LightNode, LightNode]) -> None:
+def test_a_frozen_process_is_given_up_within_seconds(pair: tuple[LightNode, LightNode]) -> None:
     near, far = pair
     far.signal(signal.SIGSTOP)
-    print(f"\nfrozen process noticed after {noticed_after_s(near):.1f} s")
+    print(f"\nfrozen process given up after {given_up_after_s(near):.1f} s")
 
 
-def test_a_killed_process_is_noticed_at_once(pair: tuple[LightNode, LightNode]) -> None:
+def test_a_killed_process_is_given_up_at_once(pair: tuple[LightNode, LightNode]) -> None:
     near, far = pair
     far.kill()
-    taken_s = noticed_after_s(near)
-    print(f"\nkilled process noticed after {taken_s:.2f} s")
+    taken_s = given_up_after_s(near)
+    print(f"\nkilled process given up after {taken_s:.2f} s")
     assert taken_s < 3.0, "its kernel says so"
