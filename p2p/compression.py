@@ -72,6 +72,7 @@ class Compressor:
     Args:
         rate_Bps: what the link with a peer delivers in bytes per second; None when that is not known.
         features: what a peer has announced; nothing is compressed for one that has not announced FEATURE.
+        limit_Bps: what this process lets itself send at most, on all links together; None for no limit.
         clock: monotonic seconds.
         large_bytes: size of the tensors, before compression, above which they are no work for an event loop.
     """
@@ -81,11 +82,13 @@ class Compressor:
         *,
         rate_Bps: Callable[[PeerId], float | None],
         features: Callable[[PeerId], Collection[str]],
+        limit_Bps: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         large_bytes: int = LARGE_BYTES,
     ) -> None:
         self._rate_Bps = rate_Bps
         self._features = features
+        self._limit_Bps = limit_Bps
         self._clock = clock
         self._large_bytes = large_bytes
         self._core = CompressionCore(random.Random())  # noqa: S311 - spreads trials, guards nothing
@@ -100,7 +103,9 @@ class Compressor:
         if FEATURE not in self._features(peer):
             return None
         now = self._clock()
-        choice = self._core.choose(peer, tensor.dtype, len(payload), rate_Bps=self._rate_Bps(peer), now=now)
+        # Under a limit of our own a link never shows how fast it is.
+        rates = [rate for rate in (self._rate_Bps(peer), self._limit_Bps) if rate is not None]
+        choice = self._core.choose(peer, tensor.dtype, len(payload), rate_Bps=min(rates, default=None), now=now)
         if choice.is_trial_due:
             self._try(choice.kind, tensor, payload, now)
         if choice.level is None:

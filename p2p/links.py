@@ -315,6 +315,11 @@ class LinkPool:
         connection = self._connections.get(peer)
         return connection.end.rate.rate_Bps if connection is not None and connection.end is not None else None
 
+    @property
+    def max_upload_Bps(self) -> float | None:
+        """What all links together may send; None for no limit."""
+        return None if self._upload is None else self._upload.rate_Bps
+
     def path(self, peer: PeerId) -> PathKind | None:
         """What the connection runs over now."""
         connection = self._connections.get(peer)

@@ -29,7 +29,7 @@ from fusion_node.errors import (
 )
 from fusion_node.types import ModelId, PeerId, UnixS
 from p2p.bandwidth import BandwidthMeter
-from p2p.compression import Compressor
+from p2p.compression import FEATURE, Compressor
 from p2p.discovery import Discovery, DiscoveryConfig, DiscoveryService
 from p2p.gate import PeerGate
 from p2p.identity import Identity, short
@@ -158,10 +158,11 @@ class SwarmConnection:
             gate=gate,
             on_frame=self._on_frame,
             on_closed=self._on_closed,
+            features=(FEATURE,),
         )
         gate.on_change(self.links.drop_refused)
         self.bandwidth = BandwidthMeter(self.links)
-        self.compressor = Compressor(rate_Bps=lambda peer: None, features=lambda peer: ())
+        self.compressor = Compressor(rate_Bps=self.links.delivery_rate_Bps, features=self.links.features)
         self._sessions: dict[bytes, tuple[SessionHandler, LostHandler]] = {}
         self._status: dict[int, tuple[PeerId, asyncio.Future[StatusReply]]] = {}
         self._request_numbers = itertools.count(1)

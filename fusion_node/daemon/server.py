@@ -165,7 +165,9 @@ class NodeServer:
             compressor: decides which rows are compressed; one that goes by the pool's links if not given.
         """
         self._pool = pool
-        self._compressor = compressor or Compressor(rate_Bps=pool.delivery_rate_Bps, features=pool.features)
+        self._compressor = compressor or Compressor(
+            rate_Bps=pool.delivery_rate_Bps, features=pool.features, limit_Bps=pool.max_upload_Bps
+        )
         self.bandwidth = BandwidthMeter(pool, is_busy=lambda: bool(self._flights), clock=self._clock)
 
     # what the link pool tells

@@ -58,6 +58,13 @@ def test_a_fast_link_or_one_of_unknown_rate_gets_plain_tensors(rate_Bps: float |
     assert [fast.choose(PEER, TENSOR, PAYLOAD) for _ in range(3)] == [None] * 3
 
 
+@pytest.mark.parametrize("rate_Bps", [None, 1e9])
+def test_a_limit_of_ones_own_makes_a_slow_link(rate_Bps: float | None) -> None:
+    limited = Compressor(rate_Bps=lambda peer: rate_Bps, features=features, limit_Bps=100.0, clock=lambda: 5.0)
+    assert limited.choose(PEER, TENSOR, PAYLOAD) is None
+    assert limited.choose(PEER, TENSOR, PAYLOAD) is not None
+
+
 def test_what_does_not_shrink_goes_as_it_is() -> None:
     noise = np.random.default_rng(1).bytes(len(PAYLOAD))
     packed = Packing(TENSOR, noise, KIND, 1, False).run()
