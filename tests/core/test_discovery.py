@@ -20,7 +20,7 @@ from p2p.control import ControlNode, FoundPeer, HostHooks
 from p2p.discovery import Discovery, DiscoveryConfig
 from p2p.identity import Identity
 from p2p.record_exchange import RecordExchange
-from p2p.records import NodeRecord, RecordTable, ShardRecord, sign_record
+from p2p.records import PROTOCOL_VERSION, NodeRecord, RecordTable, ShardRecord, sign_record
 
 US, FIRST, SECOND = (Identity.from_seed(seed * 32) for seed in (b"u", b"a", b"b"))
 PATIENCE_S = 10.0
@@ -141,7 +141,20 @@ def record_of(identity: Identity) -> bytes:
     now = time.time()
     shard = ShardRecord("ab" * 32, "tiny", 0, 10, 30, "f16r32", 0.001, 4096)
     return sign_record(
-        NodeRecord(1, identity.peer_id, 1, now, now + 60, (), (address_of(identity),), "cpu", 0, (shard,), 0, "test"),
+        NodeRecord(
+            PROTOCOL_VERSION,
+            identity.peer_id,
+            1,
+            now,
+            now + 60,
+            (),
+            (address_of(identity),),
+            "cpu",
+            0,
+            (shard,),
+            0,
+            "test",
+        ),
         identity,
     )
 

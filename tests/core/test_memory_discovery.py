@@ -24,7 +24,7 @@ from p2p.record_exchange import (
     Received,
     RecordExchange,
 )
-from p2p.records import NodeRecord, RecordTable, Refusal, ShardRecord, sign_record
+from p2p.records import PROTOCOL_VERSION, NodeRecord, RecordTable, Refusal, ShardRecord, sign_record
 
 MODEL, OTHER_MODEL = ModelId("ab" * 32), ModelId("cd" * 32)
 SOURCE = Identity.from_seed(b"s" * 32).peer_id
@@ -47,7 +47,9 @@ def record(
     number: int, now: UnixS, *, sequence: int = 1, models: tuple[ModelId, ...] = (MODEL,), software: str = "test"
 ) -> bytes:
     shards = tuple(ShardRecord(model, "tiny", 0, 10, 30, "f16r32", 0.001, 4096) for model in models)
-    body = NodeRecord(1, identity(number).peer_id, sequence, now, now + 60, (), (), "cpu", 0, shards, 0, software)
+    body = NodeRecord(
+        PROTOCOL_VERSION, identity(number).peer_id, sequence, now, now + 60, (), (), "cpu", 0, shards, 0, software
+    )
     return sign_record(body, identity(number))
 
 
@@ -169,7 +171,8 @@ def dated(number: int, issued_at: float, models: tuple[ModelId, ...], shards_eac
     shards = tuple(shard * shards_each)
     peer = identity(number)
     return sign_record(
-        NodeRecord(1, peer.peer_id, 1, issued_at, issued_at + 120, (), (), "cpu", 0, shards, 0, "flood"), peer
+        NodeRecord(PROTOCOL_VERSION, peer.peer_id, 1, issued_at, issued_at + 120, (), (), "cpu", 0, shards, 0, "flood"),
+        peer,
     )
 
 
