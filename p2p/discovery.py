@@ -18,7 +18,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -122,7 +122,7 @@ class DiscoveryConfig:
     """
 
     listen: tuple[str, ...]
-    bootstrap: tuple[str, ...]
+    bootstrap: tuple[str, ...] = field(repr=False)  # an invite may be a secret
     mdns: bool
     serve: bool
     announce: tuple[str, ...] = ()

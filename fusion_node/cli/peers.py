@@ -13,7 +13,7 @@ from fusion_node.cli.control import Node, matching
 from fusion_node.cli.options import AsJson, Home
 from fusion_node.daemon.control import ask_peers, known_peers
 from fusion_node.daemon.swarm_report import ConnectionView, PeersReply, PeerView
-from fusion_node.errors import NodeNotRunning
+from fusion_node.errors import NodeNotRunning, PeerError
 from fusion_node.store import ModelStore
 from fusion_node.wire import printable
 from p2p.identity import short
@@ -42,13 +42,13 @@ def peers(node: Node = None, home: Home = None, as_json: AsJson = False) -> None
     replies = [answer.reply for answer in answers if answer.reply is not None]
     if as_json:
         print(msgspec.json.encode(replies).decode())
-        return
-    console = Console()
-    for reply in replies:
-        console.print(picture(reply))
+    else:
+        console = Console()
+        for reply in replies:
+            console.print(picture(reply))
     for answer in answers:
-        if answer.problem:
-            console.print(f"{short(answer.peer)}  {answer.problem}", style="red", markup=False)
+        if answer.reply is None:
+            raise PeerError(answer.peer, f"node {short(answer.peer)} cannot be asked: {answer.problem}")
 
 
 def picture(reply: PeersReply) -> Group:

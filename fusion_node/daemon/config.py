@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from fusion_node.errors import ConfigError
 from fusion_node.types import LayerRange
+from p2p.addresses import parse_announce, parse_listen
 
 DEFAULT_LISTEN = "127.0.0.1:0"
 """Loopback: nobody is served beyond this machine unless its operator says so."""
@@ -44,7 +47,7 @@ class NodeConfig:
 
     model: str
     layers: LayerRange | None = None
-    peers: tuple[str, ...] = ()
+    peers: tuple[str, ...] = field(default=(), repr=False)  # an invite may be a secret
     listen: str = DEFAULT_LISTEN
     announce: tuple[str, ...] = ()
     home: Path | None = None
@@ -66,3 +69,14 @@ class NodeConfig:
     allow_path: Path | None = None
     operator: str = ""
     puzzle_bits: int | None = None
+
+
+def check_ports(listen: str, announce: Sequence[str]) -> None:
+    """Makes sure that the data plane can have the port after each.
+
+    Raises:
+        ConfigError: it cannot, or one of them is malformed.
+    """
+    for text, port in ((listen, parse_listen(listen)[1]), *((text, parse_announce(text)[1]) for text in announce)):
+        if port == 65_535:
+            raise ConfigError(f"{text!r} leaves no port for the data plane, which takes the next one: name a lower one")

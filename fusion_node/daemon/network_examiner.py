@@ -11,11 +11,12 @@ import contextlib
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import fusion_node
 from fusion_node.client.connection import ways_in
+from fusion_node.daemon.config import DEFAULT_LISTEN, check_ports
 from fusion_node.daemon.network_report import (
     AddressReport,
     BandwidthView,
@@ -245,7 +246,7 @@ class NetworkExaminer:
 class Visit:
     """How to look at a swarm without a node: as NodeConfig has it, and ``measure`` as in NetworkExaminer.report."""
 
-    peers: tuple[str, ...]
+    peers: tuple[str, ...] = field(repr=False)  # an invite may be a secret
     listen: str | None
     announce: tuple[str, ...]
     mdns: bool
@@ -260,6 +261,7 @@ async def visit(wish: Visit) -> NetworkReport:
     Raises:
         ConfigError, AddressInUse: as `fusion-node join` would.
     """
+    check_ports(wish.listen or DEFAULT_LISTEN, wish.announce)
     identity = Identity.generate()
     key = swarm_key_of(wish.peers, wish.swarm_key, now=UnixS(time.time()))
     discovery = Discovery(

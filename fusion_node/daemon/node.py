@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import filelock
 import structlog
 
-from fusion_node.daemon.config import NodeConfig
+from fusion_node.daemon.config import NodeConfig, check_ports
 from fusion_node.daemon.control import control_socket
 from fusion_node.daemon.life import NodeLife
 from fusion_node.daemon.network_examiner import NetworkExaminer
@@ -28,7 +28,7 @@ from fusion_node.daemon.swarm_view import SwarmView, control_connections
 from fusion_node.errors import ConfigError
 from fusion_node.store import ModelStore
 from fusion_node.types import PeerId, UnixS
-from p2p.addresses import check_bindable, parse_announce, parse_listen
+from p2p.addresses import check_bindable, parse_listen
 from p2p.allow_list import AllowList
 from p2p.bans import FILE_NAME as BAN_FILE_NAME
 from p2p.control import RelayLimits
@@ -126,11 +126,7 @@ class _Starter:
         if config.layers is not None:
             config.layers.check_within(model.num_layers)
         host, port = parse_listen(config.listen)
-        for text, named in ((config.listen, port), *((text, parse_announce(text)[1]) for text in config.announce)):
-            if named == 65535:
-                raise ConfigError(
-                    f"{text!r} leaves no port for the data plane, which takes the next one: name a lower one"
-                )
+        check_ports(config.listen, config.announce)
         if port:
             # Before seconds go into loading: the data plane binds it only after that.
             check_bindable(host, port + 1)

@@ -17,13 +17,16 @@ import zxingcpp
 
 from fusion_node.cli.invite import best_of, qr_code, warnings
 from fusion_node.cli.main import app
+from fusion_node.daemon.config import NodeConfig
 from fusion_node.daemon.control import NodeState, Phase, control_socket
+from fusion_node.daemon.network_examiner import Visit
 from fusion_node.daemon.network_report import NetworkReport
 from fusion_node.daemon.swarm_report import InviteReply, InviteRequest, PeersReply
 from fusion_node.daemon.swarm_view import SwarmView, best_for_strangers
 from fusion_node.errors import ConfigError, NodeNotRunning
 from fusion_node.types import LayerRange, PeerId, UnixS
 from p2p.addresses import PeerAddress
+from p2p.discovery import DiscoveryConfig
 from p2p.identity import Identity
 from p2p.invite import SECRET_PREFIX, Invite
 from p2p.records import PROTOCOL_VERSION, NodeRecord, ShardRecord
@@ -199,6 +202,13 @@ def test_the_secret_is_in_no_repr() -> None:
     reply = view([address("8.8.8.8")], key=KEY).invite(InviteRequest())
     assert reply.has_key
     assert reply.invite not in repr(reply)
+    ways = (reply.invite,)
+    for settings in (
+        NodeConfig("tiny", peers=ways),
+        DiscoveryConfig((), ways, mdns=False, serve=False),
+        Visit(ways, None, (), False, Path(), False, KEY),
+    ):
+        assert SECRET_PREFIX not in repr(settings)
 
 
 def test_of_several_nodes_the_one_that_can_be_dialled_invites() -> None:

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 import io
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner, Result
 
+from fusion_node.cli.main import app
 from fusion_node.cli.peers import age, picture, size
+from fusion_node.daemon.control import Phase
 from fusion_node.daemon.swarm_report import ConnectionView, PeersReply, PeerView
 from fusion_node.daemon.swarm_view import SwarmView
+from fusion_node.errors import PeerError
 from fusion_node.types import PeerId, UnixS
 from p2p.identity import Identity
 from p2p.records import PROTOCOL_VERSION, NodeRecord, ShardRecord
+from tests.core.test_control_socket import PEERS, Node
+from tests.core.test_doctor import running
 
 NOW = 1_800_000_000.0
 US, ANNA, BERT, CLEO, DORA = (Identity.from_seed(bytes([number]) * 32).peer_id for number in range(5))
@@ -124,3 +133,25 @@ def test_ages_are_rounded_down(seconds: float, text: str) -> None:
 )
 def test_sizes_have_two_or_three_digits(num_bytes: int, text: str) -> None:
     assert size(num_bytes) == text
+
+
+@pytest.fixture
+def home() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def run_peers(home: Path, *arguments: str) -> Result:
+    return CliRunner().invoke(app, ["peers", "--home", str(home), *arguments])
+
+
+def test_a_node_that_still_starts_is_a_failure_and_does_not_hide_the_others(home: Path) -> None:
+    with running(home, Node(PEERS[0], Phase.STARTING)):
+        alone = run_peers(home, "--json")
+        with running(home, Node(PEERS[1])):
+            both = run_peers(home, "--json")
+    for result in (alone, both):
+        assert isinstance(result.exception, PeerError)
+        assert "still starting" in str(result.exception)
+    assert msgspec.json.decode(alone.stdout) == []
+    assert [reply["peer"] for reply in msgspec.json.decode(both.stdout)] == [PEERS[1]]

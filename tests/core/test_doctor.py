@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from fusion_node.cli.doctor import Examined, doctor
 from fusion_node.daemon.control import control_socket
 from fusion_node.daemon.network_report import NetworkReport
-from fusion_node.errors import PeerError, ProblemsFound
+from fusion_node.errors import ConfigError, PeerError, ProblemsFound
 from tests.core.test_control_socket import PEERS, Node
 from tests.core.test_diagnosis_core import BEHIND_NAT, HEALTHY
 
@@ -43,7 +43,7 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @contextmanager
-def running(home: Path, node: Reporting) -> Iterator[None]:
+def running(home: Path, node: Node) -> Iterator[None]:
     """The node's control socket, answered in another thread, as by another process."""
     loop, stop, is_up = asyncio.new_event_loop(), asyncio.Event(), threading.Event()
 
@@ -114,3 +114,10 @@ def test_a_node_that_still_starts_is_not_taken_for_none(home: Path) -> None:
         _, error = run_doctor(home)
     assert isinstance(error, PeerError)
     assert "still starting" in str(error)
+
+
+@pytest.mark.parametrize("arguments", [("--announce", "node.example.org:65535"), ("--listen", "127.0.0.1:65535")])
+def test_a_port_that_join_would_refuse_is_refused(home: Path, arguments: tuple[str, ...]) -> None:
+    _, error = run_doctor(home, *arguments)
+    assert isinstance(error, ConfigError)
+    assert "leaves no port for the data plane" in str(error)
