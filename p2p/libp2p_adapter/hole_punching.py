@@ -19,8 +19,8 @@ from __future__ import annotations
 import ipaddress
 import random
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import multiaddr
@@ -43,12 +43,13 @@ from p2p.libp2p_adapter.messages import closing, translated
 from p2p.libp2p_adapter.multiaddrs import parts_of, tcp
 from p2p.libp2p_adapter.muxing import BufferedTCPStream
 from p2p.libp2p_adapter.reached import ends_of_connection, probe
+from p2p.limits_core import Buckets, Rate
 
 PROTOCOL = TProtocol("/libp2p/dcutr")
 
 MAX_MESSAGE_BYTES = 4096
 MAX_ADDRESSES = 4
-"""Of the other's that are dialled: IPv4 and IPv6, outside and on the local network."""
+"""Of the other's that are looked at: IPv4 and IPv6, outside and on the local network, of which one is dialled."""
 
 TRY_DELAYS_S = (0.0, 2.0, 6.0)
 """Before each attempt; three are the specification's number. A NAT forgets a failed one in some seconds."""
@@ -56,13 +57,32 @@ TRY_DELAYS_S = (0.0, 2.0, 6.0)
 DIAL_S = 4.0
 """For both SYNs to meet, and the handshakes. Linux sends a SYN again after 1 s and after 3 s."""
 
-REDIAL_S = 0.05
+REDIAL_S = 0.1
+MAX_REDIALS = 9
+"""Of an address that refuses, in one attempt: for a second the SYNs may cross. It may belong to a third party, and
+somebody who wants its ports scanned gets no more than that."""
+
 EXCHANGE_TIMEOUT_S = 5.0
-MAX_AT_ONCE = 4
+
+ATTEMPTS_OF_A_PEER = Rate(per_s=9 / 3600, burst=9.0)
+"""Three connections through a relay, with three attempts each, and as many in every hour."""
+
+TURN_S = 15.0
+"""For one attempt: the exchange, both dials, and a relay that is slow to tell how it sees us."""
+
+WAIT_S = 4.0
+"""For a turn. Who gives the signal does not wait longer for an answer than EXCHANGE_TIMEOUT_S."""
+
+MAX_AT_ONCE = 8
+"""Two sockets each."""
+
+MAX_TRYING = 64
+"""Peers with whom a hole is being punched, most of them between two attempts."""
+
 MAX_REMEMBERED = 1024
 
 FIRST_UNPRIVILEGED_PORT = 1024
-"""Nobody is to make us knock at the system services of a third party. What we dial is dialled once per attempt."""
+"""Nobody is to make us knock at the system services of a third party."""
 
 
 class HolePuncher:
@@ -70,6 +90,10 @@ class HolePuncher:
 
     Args:
         tasks: in which attempts run.
+
+    Attributes:
+        trying: with whom a hole is being punched, or soon will be again.
+        results: how it went with whom.
     """
 
     def __init__(self, host: Any, tasks: trio.Nursery) -> None:
@@ -77,16 +101,20 @@ class HolePuncher:
         self._swarm = host.get_network()
         self._tasks = tasks
         self._limiter = trio.CapacityLimiter(MAX_AT_ONCE)
-        self._trying: set[ID] = set()
+        self._attempts = Buckets[ID](ATTEMPTS_OF_A_PEER)
+        self.trying: set[ID] = set()
         self.results: dict[PeerId, HolePunching] = {}
         host.set_stream_handler(PROTOCOL, self._serve)
 
     def start(self, connection: Any) -> None:
         """Tries to make this connection direct, which a peer has opened to us through a relay."""
         their_id = connection.muxed_conn.peer_id
-        if their_id not in self._trying:
-            self._trying.add(their_id)
+        if self._may_try(their_id):
+            self.trying.add(their_id)
             self._tasks.start_soon(self._try, connection, their_id)
+
+    def _may_try(self, their_id: ID) -> bool:
+        return their_id not in self.trying and len(self.trying) < MAX_TRYING
 
     async def _try(self, connection: Any, their_id: ID) -> None:
         try:
@@ -94,13 +122,30 @@ class HolePuncher:
                 await trio.sleep(delay_s * random.uniform(0.8, 1.2))  # noqa: S311  # not for secrecy
                 if connection.is_closed or self._is_direct(their_id):
                     return
-                async with self._limiter:
-                    with suppress(FusionError), translated(their_id.to_base58()):
-                        await self._initiate(connection, their_id)
-                if self._note(their_id):
+                if not self._attempts.take(their_id, 1, now=trio.current_time()):
+                    return
+                async with self._turn() as has_turn:
+                    if has_turn:
+                        with suppress(FusionError), translated(their_id.to_base58()):
+                            await self._initiate(connection, their_id)
+                if has_turn and self._note(their_id):
                     return
         finally:
-            self._trying.discard(their_id)
+            self.trying.discard(their_id)
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[bool]:
+        """Waits WAIT_S for one of MAX_AT_ONCE turns, whether there is one, and ends it after TURN_S."""
+        with trio.move_on_after(WAIT_S) as waiting:
+            await self._limiter.acquire()
+        if waiting.cancelled_caught:
+            yield False
+            return
+        try:
+            with trio.move_on_after(TURN_S):
+                yield True
+        finally:
+            self._limiter.release()
 
     async def _initiate(self, connection: Any, their_id: ID) -> None:
         with _bound_ports() as ports:
@@ -121,15 +166,19 @@ class HolePuncher:
         # One stream's end must not be the host's.
         with suppress(FusionError), translated(their_id.to_base58()):
             async with closing(stream):
-                if relay_of(stream.swarm_conn) is None or their_id in self._trying:
+                if relay_of(stream.swarm_conn) is None or not self._may_try(their_id):
                     return
-                self._trying.add(their_id)
+                if not self._attempts.take(their_id, 1, now=trio.current_time()):
+                    return
+                self.trying.add(their_id)
                 try:
-                    async with self._limiter:
-                        await self._respond(stream, their_id)
-                    self._note(their_id)
+                    async with self._turn() as has_turn:
+                        if has_turn:
+                            await self._respond(stream, their_id)
+                    if has_turn:
+                        self._note(their_id)
                 finally:
-                    self._trying.discard(their_id)
+                    self.trying.discard(their_id)
 
     async def _respond(self, stream: Any, their_id: ID) -> None:
         with _bound_ports() as ports:
@@ -231,9 +280,9 @@ def _reusable(version: int) -> socket.socket:
 
 
 async def _connect(host: str, port: int, local_port: int) -> trio.socket.SocketType | None:
-    """Dials from the given port until it succeeds, for as long as it is let. None when there is no way there at all."""
+    """Dials from the given port, MAX_REDIALS times again when it is refused. None when that does not help."""
     version = ipaddress.ip_address(host).version
-    while True:
+    for _ in range(MAX_REDIALS + 1):
         sock = trio.socket.from_stdlib_socket(_reusable(version))
         try:
             await sock.bind(("::" if version == 6 else "0.0.0.0", local_port))  # noqa: S104
@@ -249,6 +298,7 @@ async def _connect(host: str, port: int, local_port: int) -> trio.socket.SocketT
             raise
         else:
             return sock
+    return None
 
 
 async def _read(stream: Any, kind: int) -> HolePunch:
@@ -267,7 +317,8 @@ def _connect_message(ours: list[tuple[str, int]]) -> HolePunch:
 def _targets(theirs: HolePunch, ours: list[tuple[str, int]]) -> list[tuple[str, int]]:
     """Which of the addresses that a peer names are dialled.
 
-    Those of a local network only when both seem to be in the same one: with the same outside address, or none.
+    One of a local network only when both seem to be in the same one: they share an outside address, or neither has
+    one. Who learns ours can claim it, so that even then it is one address, a few times an hour.
     """
     named = [parts_of(multiaddr.Multiaddr(bytes(address))) for address in theirs.ObsAddrs[:MAX_ADDRESSES]]
     found = [
@@ -275,11 +326,13 @@ def _targets(theirs: HolePunch, ours: list[tuple[str, int]]) -> list[tuple[str, 
         for kind, host, port in named
         if kind in ("ip4", "ip6") and port >= FIRST_UNPRIVILEGED_PORT
     ]
-    our_hosts = {ipaddress.ip_address(host) for host, _ in ours}
-    is_near = not any(host.is_global for host, _ in found) or any(host in our_hosts for host, _ in found)
-    return [
-        (str(host), port)
+    our_outside = {ip for ip in (ipaddress.ip_address(host) for host, _ in ours) if ip.is_global}
+    their_outside = {host for host, _ in found if host.is_global}
+    is_near = bool(our_outside & their_outside) or not (our_outside or their_outside)
+    local = [
+        (host, port)
         for host, port in found
-        if (host.is_global or is_near)
-        and not (host.is_loopback or host.is_multicast or host.is_unspecified or host.is_link_local)
+        if not (host.is_global or host.is_loopback or host.is_multicast or host.is_unspecified or host.is_link_local)
     ]
+    outside = [(host, port) for host, port in found if host.is_global and not host.is_multicast]
+    return [(str(host), port) for host, port in [*outside, *(local[:1] if is_near else ())]]
