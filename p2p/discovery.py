@@ -668,14 +668,15 @@ class Discovery:
 
     async def _dial(self, dial: Dial) -> None:
         error: str | None = "given up"
+        is_own_fault = False
         try:
             addresses = _parsed(dial.addresses, dial.peer)
             await self._bridge.call(lambda node: node.connect(dial.peer, addresses))
             error = None
         except FusionError as failure:
-            error = str(failure)
+            error, is_own_fault = str(failure), isinstance(failure, ControlPlaneDown)
         finally:
-            self._core.dialled(dial.peer, self._moment(), error=error)
+            self._core.dialled(dial.peer, self._moment(), error=error, is_own_fault=is_own_fault)
             self._pump()
 
     async def _disconnect(self, command: Disconnect) -> None:

@@ -410,6 +410,7 @@ class Membership:
         self._num_dht_joins = 0
         self._num_joining = 0
         self._is_lonely = False
+        self._is_host_up = True
         self._estimate = _Estimate()
         self._estimates: dict[ModelId, _Estimate] = {}
         """Of the nodes of each model that is served here."""
@@ -538,8 +539,8 @@ class Membership:
             self._become_lonely(now)
         self._timers.set_earlier((_Timer.MESH, None), now.s + self._about(REDIAL_FIRST_S))
 
-    def dialled(self, peer: PeerId, now: Moment, *, error: str | None = None) -> None:
-        """The end of a Dial."""
+    def dialled(self, peer: PeerId, now: Moment, *, error: str | None = None, is_own_fault: bool = False) -> None:
+        """The end of a Dial. ``is_own_fault`` when our own host was down, which says nothing about the peer."""
         contact = self._contacts.get(peer)
         connection = self._connections.get(peer)
         if contact is not None:
@@ -548,7 +549,10 @@ class Membership:
             # The host tells of a connection a moment after it has made it.
             self.connection_opened(peer, now)
             connection = self._connections[peer]
-        if error is not None:
+        if error is not None and is_own_fault:
+            if contact is not None and contact.is_named:
+                self._timers.set_earlier((_Timer.DIAL, peer), now.s + self._about(REDIAL_FIRST_S))
+        elif error is not None:
             self._dial_failed(peer, contact, error, now)
         elif connection is not None:
             connection.we_dialled = True
@@ -662,7 +666,11 @@ class Membership:
         self.exchange.table.receive(envelope, now=now.unix_s, introducer=forwarder)
 
     def host_down(self) -> None:
-        """All connections are gone, and nothing of what the DHT held here is left. Asks and dials end by themselves."""
+        """All connections are gone, and nothing of what the DHT held here is left. Asks and dials end by themselves.
+
+        Until ``host_resumed``, nobody is dialled.
+        """
+        self._is_host_up = False
         for peer in self._connections:
             self._timers.clear((_Timer.BEAT, peer))
             self._timers.clear((_Timer.PROBE, peer))
@@ -673,6 +681,9 @@ class Membership:
 
     def host_resumed(self, now: Moment) -> None:
         """The host runs again; it may have told of new connections already."""
+        self._is_host_up = True
+        if not self.has_met:
+            self._become_lonely(now)
         for peer, contact in self._contacts.items():
             if contact.is_named:
                 contact.not_before_s = now.s
@@ -806,6 +817,8 @@ class Membership:
         num_dialling = sum(other.is_dialling for other in self._contacts.values())
         if contact.is_dialling or peer in self._connections or peer == self._own or num_dialling >= MAX_DIALS:
             return False
+        if not self._is_host_up:
+            return False
         contact.is_dialling = True
         self._commands.append(Dial(peer, contact.addresses))
         return True
@@ -884,7 +897,8 @@ class Membership:
     def _on_reunite_due(self, now: Moment) -> None:
         self._timers.set((_Timer.REUNITE, None), now.s + self._about(REUNITE_EVERY_S))
         if not self.has_met:
-            return  # everybody is tried anyway
+            self._timers.set_earlier((_Timer.BOOK, None), now.s)  # everybody is tried, as it should be already
+            return
         known = {PeerId(e.peer): e.addresses for e in self.book.entries()}
         known.update({peer: contact.addresses for peer, contact in self._contacts.items() if contact.is_named})
         lost = [

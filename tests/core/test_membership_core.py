@@ -158,6 +158,13 @@ def warnings(driver: Driver) -> list[str]:
     return [notice.text for notice in driver.take(Notice) if notice.is_warning]
 
 
+def book_of(*identities: Identity) -> PeerBook:
+    book = PeerBook()
+    for identity in identities:
+        book.met(identity.peer_id, [address_of(identity)], now=UnixS(EPOCH_S))
+    return book
+
+
 # entering
 
 
@@ -495,6 +502,51 @@ def test_host_that_went_down_is_entered_and_published_from_anew() -> None:
     assert driver.dial_through() == [FIRST.peer_id]
     assert driver.take(Publish) == [Publish(True, (None, MODEL))]
     assert driver.take(JoinDht)
+
+
+def test_host_that_went_down_leads_back_to_known_peers_though_none_was_named() -> None:
+    driver = Driver(book=book_of(THIRD))
+    driver.wait(0.0)
+    assert driver.dial_through() == [THIRD.peer_id]
+    driver.wait(4 * LONELY_AFTER_S)
+    driver.answer()
+    driver.core.host_down()
+    driver.wait(LONELY_AFTER_S)
+    assert not driver.take(Dial), "there is no host to dial with"
+    driver.take(Notice)
+    driver.core.host_resumed(driver.moment)
+    driver.wait(LONELY_AFTER_S)
+    assert dialled(driver) == {THIRD.peer_id}
+    assert any("running alone" in text for text in warnings(driver))
+    driver.core.dialled(THIRD.peer_id, driver.moment, error="nobody is there")
+    driver.wait(REUNITE_EVERY_S)
+    assert driver.dial_through() == [THIRD.peer_id]
+    assert driver.core.has_met
+
+
+def test_host_that_went_down_and_tells_of_a_connection_before_it_is_back_is_not_alone() -> None:
+    driver = Driver(book=book_of(THIRD))
+    driver.meet(FIRST)
+    driver.core.host_down()
+    driver.meet(SECOND)
+    driver.core.host_resumed(driver.moment)
+    driver.wait(LONELY_AFTER_S)
+    assert not warnings(driver)
+    assert driver.core.connected == [SECOND.peer_id]
+
+
+def test_dial_that_our_own_host_has_broken_off_is_no_failure_of_the_peer() -> None:
+    driver = Driver(FIRST, book=book_of(THIRD))
+    driver.wait(3.5)
+    assert dialled(driver) == {FIRST.peer_id, THIRD.peer_id}
+    driver.core.host_down()
+    for peer in (FIRST.peer_id, THIRD.peer_id):
+        driver.core.dialled(peer, driver.moment, error="the host is down", is_own_fault=True)
+    assert not warnings(driver)
+    assert driver.core.named[0].problem == ""
+    driver.core.host_resumed(driver.moment)
+    driver.wait(1.0)
+    assert dialled(driver) == {FIRST.peer_id, THIRD.peer_id}
 
 
 # records
