@@ -4,7 +4,8 @@ Guarantees
 * Entering never ends: peers named by the user are dialled again with growing pauses for as long as none is met, and the
   program runs meanwhile. Who has been met before (p2p.peer_book) is tried as well, several at once.
 * Nobody is dropped for one missed answer, or for what others say: silence makes a peer *suspect*, a suspect is probed,
-  and only who misses the probe too is disconnected. ``suspect`` (hearsay, or a lost data link) leads to a probe only.
+  and only who misses the probe too is disconnected. Who has said nothing yet is not counted on: it is no reason to seek
+  fewer others, and dropped when it refuses what it is asked. ``suspect`` (hearsay, or a lost data link) leads to a probe only.
 * A node that dies is forgotten when its record expires (p2p.records), and not before; two parts of a swarm that were
   separated find each other again.
 * What a peer costs is bounded: connections, dials at once, records per pull, and how often it pulls. See the regimes.
@@ -55,6 +56,9 @@ HEARTBEAT_S = 20.0
 
 PROBE_AFTER_S = 1.0
 """Between a missed answer and the probe. An answer is given EXCHANGE_TIMEOUT_S (p2p.discovery)."""
+
+MAX_REFUSALS = 3
+"""In a row. Who refuses is there and may be busy; who refuses so often is of no use, whatever the reason."""
 
 REDIAL_FIRST_S = 0.5
 REDIAL_MAX_S = 15.0
@@ -310,6 +314,8 @@ class _Connection:
     told: bytes | None = None
     """The own record that it has."""
     num_asking: int = 0
+    num_refused: int = 0
+    """Since the last answer."""
 
 
 @dataclass(slots=True)
@@ -527,7 +533,8 @@ class Membership:
     def connection_closed(self, peer: PeerId, now: Moment) -> None:
         """The last connection with a peer has ended, whoever has ended it."""
         self._heard_early.discard(peer)
-        if self._connections.pop(peer, None) is None:
+        connection = self._connections.pop(peer, None)
+        if connection is None:
             return
         self._timers.clear((_Timer.BEAT, peer))
         self._timers.clear((_Timer.PROBE, peer))
@@ -535,7 +542,7 @@ class Membership:
         if contact is not None and contact.is_named:
             contact.not_before_s = now.s + self._about(REDIAL_FIRST_S)
             self._timers.set_earlier((_Timer.DIAL, peer), contact.not_before_s)
-        if not self._connections:
+        if connection.has_met and not self.has_met:
             self._become_lonely(now)
         self._timers.set_earlier((_Timer.MESH, None), now.s + self._about(REDIAL_FIRST_S))
 
@@ -590,6 +597,7 @@ class Membership:
         connection = self._connections.get(asked.peer)
         if connection is not None:
             connection.num_asking -= 1
+            connection.num_refused = 0
             connection.told = asked.own_envelope or connection.told
             self._hear(asked.peer, connection, now)
         if asked.limit and asked.num_known <= MAX_DIGEST_ENTRIES:
@@ -604,7 +612,7 @@ class Membership:
             self._join_dht(asked.peer)
             if len(received.accepted) >= MANY_NEWS:
                 self._timers.set_earlier((_Timer.PULL, None), now.s + PULL_MIN_S)
-        if received.accepted and self._num_wanted() > 0:
+        if received.accepted and self._num_wanted(now) > 0:
             self._timers.set_earlier((_Timer.MESH, None), now.s)
 
     def not_answered(self, token: int, silence: Silence, why: str, now: Moment) -> None:
@@ -616,8 +624,7 @@ class Membership:
         connection.num_asking -= 1
         match silence:
             case Silence.REFUSED:
-                # It has no room for the request just now. Who refuses is there; a connection that ends says so itself.
-                connection.heard_s, connection.is_suspect = now.s, False
+                self._refused(asked, connection, why, now)
             case Silence.BROKEN:
                 self._drop(asked.peer, why)
             case Silence.TIMEOUT if connection.heard_s > asked.at.s or connection.since_s > asked.at.s:
@@ -625,8 +632,7 @@ class Membership:
             case Silence.TIMEOUT if connection.is_suspect and asked.purpose is _Purpose.PROBE:
                 self._drop(asked.peer, f"it has not answered twice: {why}")
             case Silence.TIMEOUT:
-                connection.is_suspect = True
-                self._timers.set_earlier((_Timer.PROBE, asked.peer), now.s + PROBE_AFTER_S)
+                self._suspect(asked.peer, connection, now)
             case Silence.DOWN:
                 pass
 
@@ -638,7 +644,7 @@ class Membership:
 
     def found(self, peer: PeerId, addresses: Sequence[str], now: Moment) -> None:
         """A peer that the local network tells of."""
-        if peer != self._own and peer not in self._connections and self._num_wanted() > 0:
+        if peer != self._own and peer not in self._connections and self._num_wanted(now) > 0:
             contact = self._contacts.setdefault(peer, _Contact(()))
             named = contact.addresses if contact.is_named else ()
             contact.addresses = tuple(dict.fromkeys([*named, *addresses]))
@@ -752,6 +758,23 @@ class Membership:
         if self._is_publication_wanted:
             self._publish(now)
 
+    def _refused(self, asked: _Asked, connection: _Connection, why: str, now: Moment) -> None:
+        """It has no room for the request just now, or never wants any. A connection that ends says so itself."""
+        connection.num_refused += 1
+        is_often = connection.num_refused >= MAX_REFUSALS
+        if connection.has_met and not is_often:
+            connection.heard_s, connection.is_suspect = now.s, False
+        elif is_often and (not connection.has_met or (connection.is_suspect and asked.purpose is _Purpose.PROBE)):
+            if asked.peer not in self._protected:
+                # What else runs over the connection may be worth more than answers.
+                self._drop(asked.peer, f"it has refused {connection.num_refused} times: {why}", if_spare=True)
+        elif is_often:
+            self._suspect(asked.peer, connection, now)
+
+    def _suspect(self, peer: PeerId, connection: _Connection, now: Moment) -> None:
+        connection.is_suspect = True
+        self._timers.set_earlier((_Timer.PROBE, peer), now.s + PROBE_AFTER_S)
+
     def _drop(self, peer: PeerId, why: str, *, if_spare: bool = False) -> None:
         if not if_spare:
             self._timers.clear((_Timer.BEAT, peer))
@@ -790,7 +813,7 @@ class Membership:
         return self._num_asked
 
     def _become_lonely(self, now: Moment) -> None:
-        self._note("no peer is connected any more; trying those that are known")
+        self._note("no peer that answers is connected any more; trying those that are known")
         self._timers.set_earlier((_Timer.LONELY, None), now.s + LONELY_AFTER_S)
         for peer, contact in self._contacts.items():
             contact.not_before_s = min(contact.not_before_s, now.s + self._about(REDIAL_FIRST_S))
@@ -808,10 +831,14 @@ class Membership:
 
     # Dialling.
 
-    def _num_wanted(self) -> int:
-        """Connections that are still sought, those being made counted in."""
+    def _num_wanted(self, now: Moment) -> int:
+        """Connections that are still sought, those being made counted in, and not those that have never said a word."""
         num_dialling = sum(contact.is_dialling for contact in self._contacts.values())
-        return (MESH_PEERS if self._serve else USER_PEERS) - len(self._connections) - num_dialling
+        num_useful = sum(
+            each.has_met or (each.we_dialled and now.s - each.since_s < SETTLED_AFTER_S)
+            for each in self._connections.values()
+        )
+        return (MESH_PEERS if self._serve else USER_PEERS) - num_useful - num_dialling
 
     def _dial(self, peer: PeerId, contact: _Contact, now: Moment) -> bool:
         num_dialling = sum(other.is_dialling for other in self._contacts.values())
@@ -827,7 +854,7 @@ class Membership:
         contact = self._contacts.get(peer)
         if contact is None or not contact.is_named or contact.is_dialling or peer in self._connections:
             return
-        is_wanted = self._num_wanted() > 0
+        is_wanted = self._num_wanted(now) > 0
         if is_wanted and contact.not_before_s <= now.s and self._dial(peer, contact, now):
             return
         pause_s = self._about(REDIAL_FIRST_S if is_wanted else REDIAL_MAX_S)
@@ -848,7 +875,7 @@ class Membership:
         contact.not_before_s = now.s + self._about(pause_s)
         if contact.is_named:
             self._timers.set((_Timer.DIAL, peer), contact.not_before_s)
-        if self._num_wanted() > MESH_PEERS // 2:
+        if self._num_wanted(now) > MESH_PEERS // 2:
             # Not faster later: whoever signs records with addresses of others would make us knock there.
             self._timers.set_earlier((_Timer.MESH, None), now.s + self._about(REDIAL_FIRST_S))
 
@@ -866,7 +893,7 @@ class Membership:
     def _on_mesh_due(self, now: Moment) -> None:
         self._timers.set((_Timer.MESH, None), now.s + self._about(MESH_EVERY_S))
         self._forget_contacts(now)
-        num_wanted = self._num_wanted()
+        num_wanted = self._num_wanted(now)
         candidates = self._candidates(now) if num_wanted > 0 else []
         for candidate in choose(candidates, num_wanted, self._places(), self._chance):
             contact = self._contacts.setdefault(candidate.peer, _Contact(candidate.addresses))
@@ -886,7 +913,7 @@ class Membership:
             for peer, connection in self._connections.items()
             if connection.we_dialled and self._is_spare(peer, connection, now)
         ]
-        if not self._serve or self._num_wanted() > 0 or not spare:
+        if not self._serve or self._num_wanted(now) > 0 or not spare:
             return
         # The new one first: a peer that is surrounded by liars shall not lose an honest one for a dead address.
         for candidate in choose(self._candidates(now), 1, self._places(), self._chance):

@@ -20,6 +20,7 @@ from p2p.membership_core import (
     LONELY_AFTER_S,
     LOW_PEERS,
     MAX_DIALS,
+    MAX_REFUSALS,
     MESH_PEERS,
     REDIAL_MAX_S,
     REUNITE_EVERY_S,
@@ -350,6 +351,66 @@ def test_peer_that_is_heard_meanwhile_is_not_suspected_for_an_older_silence() ->
     driver.core.not_answered(beat.token, Silence.TIMEOUT, "silent", driver.moment)
     driver.wait(5.0)
     assert not beats(driver.take(Ask))
+
+
+def test_mute_connections_do_not_keep_a_node_out_when_its_last_peer_is_gone() -> None:
+    mute = OTHERS[40:55]
+    driver = Driver(FIRST, book=book_of(THIRD))
+    driver.wait(0.0)
+    driver.dial_through()
+    for other in mute:
+        driver.core.connection_opened(other.peer_id, driver.moment)
+    driver.core.connection_closed(FIRST.peer_id, driver.moment)
+    assert not driver.core.has_met
+    driver.wait(4.0)
+    assert dialled(driver) == {FIRST.peer_id, THIRD.peer_id}
+
+
+def test_connections_that_never_say_anything_do_not_count_among_those_that_a_node_seeks() -> None:
+    driver = Driver()
+    for other in OTHERS[40:55]:
+        driver.core.connection_opened(other.peer_id, driver.moment)
+    driver.meet(FIRST)
+    driver.know(*OTHERS[1:30])
+    driver.wait(6.0)
+    assert len(dialled(driver)) == MAX_DIALS
+
+
+def test_who_only_refuses_is_dropped_and_is_no_reason_to_stop_seeking() -> None:
+    driver = Driver()
+    driver.core.connection_opened(FIRST.peer_id, driver.moment)
+    dropped: list[Disconnect] = []
+    while not dropped and driver.now < 5 * HEARTBEAT_S:
+        driver.wait(1.0)
+        for ask in driver.take(Ask):
+            driver.core.not_answered(ask.token, Silence.REFUSED, "reset", driver.moment)
+        dropped = driver.take(Disconnect)
+    assert [(command.peer, command.if_spare) for command in dropped] == [(FIRST.peer_id, True)]
+
+
+def test_who_has_been_met_is_refused_by_often_and_then_probed() -> None:
+    """It may be busy: three times in a row are silence, which a probe that is answered ends."""
+    driver = Driver()
+    driver.meet(FIRST)
+    refusals = 0
+    while refusals < MAX_REFUSALS:
+        driver.wait(1.0)
+        for ask in driver.take(Ask):
+            driver.core.not_answered(ask.token, Silence.REFUSED, "busy", driver.moment)
+            refusals += 1
+    driver.wait(1.5)
+    (probe,) = driver.take(Ask)
+    driver.answer([probe])
+    driver.wait(1.3 * HEARTBEAT_S)
+    for ask in driver.take(Ask):
+        driver.core.not_answered(ask.token, Silence.REFUSED, "busy", driver.moment)
+    assert not driver.take(Disconnect), "the answer has ended the row"
+    while refusals < 2 * MAX_REFUSALS + 1:
+        driver.wait(1.0)
+        for ask in driver.take(Ask):
+            driver.core.not_answered(ask.token, Silence.REFUSED, "busy", driver.moment)
+            refusals += 1
+    assert [command.peer for command in driver.take(Disconnect)] == [FIRST.peer_id]
 
 
 def test_hearsay_leads_to_a_probe_and_to_nothing_else() -> None:
