@@ -79,7 +79,9 @@ def warnings(reply: InviteReply, *, now: float) -> list[str]:
     if reply.is_local:
         lines.append("it works on this machine only, because the node listens on loopback: see `join --listen`")
     elif reply.names_others:
-        lines.append("nobody can dial this node, so it leads to others that this node knows: see `fusion-node doctor`")
+        lines.append("not everybody can dial this node, so it leads to others that it knows: see `fusion-node doctor`")
+    elif reply.is_unconfirmed:
+        lines.append("no other node has confirmed yet that this one can be dialled: see `fusion-node doctor`")
     return lines
 
 
@@ -130,4 +132,4 @@ def _ask(node: str | None, home: Home, request: InviteRequest) -> InviteReply:
 
 def best_of(replies: list[InviteReply]) -> InviteReply:
     """Of the nodes of one swarm, the one that most others can dial; the first of equals."""
-    return min(replies, key=lambda reply: (not reply.invite, reply.is_local, reply.names_others))
+    return min(replies, key=lambda reply: (not reply.invite, reply.is_local, reply.is_unconfirmed, reply.names_others))

@@ -29,7 +29,8 @@ class InviteReply(msgspec.Struct, frozen=True):
         addresses: those that are in it.
         swarm: p2p.swarm_key.swarm_tag.
         expires_at: Unix time in seconds.
-        names_others: none of the addresses is this node's own, because nobody could dial that.
+        names_others: it leads to other nodes too, because not everybody can dial this one.
+        is_unconfirmed: no peer has dialled the addresses of this node that are in it.
         is_local: it leads to this machine only.
         problem: why there is no invite; empty when there is one.
     """
@@ -41,6 +42,7 @@ class InviteReply(msgspec.Struct, frozen=True):
     has_key: bool = False
     expires_at: float | None = None
     names_others: bool = False
+    is_unconfirmed: bool = False
     is_local: bool = False
     problem: str = ""
 

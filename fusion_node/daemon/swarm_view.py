@@ -57,7 +57,8 @@ class SwarmView:
     """Puts together what the parts of a node know.
 
     Args:
-        addresses: where this node can be dialled, best first.
+        addresses: where this node can be dialled or may be, best first.
+        announced: of these, those of which it is known.
         records: of the live nodes that it knows.
         connections: each tells of what is open now on one plane, and with whom.
         standing_of: why a peer is refused or suspected; empty when it is not.
@@ -71,6 +72,7 @@ class SwarmView:
         *,
         swarm_key: SwarmKey | None,
         addresses: Callable[[], Sequence[str]],
+        announced: Callable[[], Sequence[str]],
         records: Callable[[], Iterable[NodeRecord]],
         connections: Sequence[Connections],
         standing_of: Callable[[PeerId], str],
@@ -80,6 +82,7 @@ class SwarmView:
         self._peer = peer
         self._swarm_key = swarm_key
         self._addresses = addresses
+        self._announced = announced
         self._records = records
         self._connections = connections
         self._links: Callable[[], Iterable[LinkView]] = tuple
@@ -92,10 +95,17 @@ class SwarmView:
         self._links = links
 
     def invite(self, request: InviteRequest) -> InviteReply:
-        """An invite to the swarm, by way of this node or, if nobody can dial it, of others."""
+        """An invite to the swarm, by way of this node, and of others if not everybody can dial it.
+
+        What is confirmed comes first: addresses of this node that a peer has dialled, then those of others. Where this
+        node has none that is confirmed, it may still be dialled where it listens, so that these come last.
+        """
         key, tag = self._swarm_key if request.with_key else None, swarm_tag(self._swarm_key)
-        own = best_for_strangers(map(PeerAddress.parse, self._addresses()))
-        chosen = own or self._ways_through_others()
+        announced = best_for_strangers(map(PeerAddress.parse, self._announced()))
+        own = announced or best_for_strangers(map(PeerAddress.parse, self._addresses()))
+        others = self._ways_through_others(announced, own)
+        chosen = [*own, *others] if announced else [*others, *own]
+        chosen = [address for address in chosen if not is_loopback(address.host)] or chosen
         expires_at = None if request.expires_in_s is None else UnixS(self._clock() + request.expires_in_s)
         invite = Invite(tuple(chosen), expires_at, key)
         try:
@@ -109,7 +119,8 @@ class SwarmView:
             addresses=tuple(map(str, Invite.parse(text, now=UnixS(0.0)).addresses)),
             has_key=key is not None,
             expires_at=expires_at,
-            names_others=not own,
+            names_others=bool(others),
+            is_unconfirmed=bool(own) and not announced,
             is_local=all(is_loopback(address.host) for address in chosen),
         )
 
@@ -148,10 +159,15 @@ class SwarmView:
             met_s=None if met_at is None else round(max(0.0, now - met_at), 1),
         )
 
-    def _ways_through_others(self) -> list[PeerAddress]:
+    def _ways_through_others(self, announced: Sequence[PeerAddress], own: Sequence[PeerAddress]) -> list[PeerAddress]:
+        """Those that lead further than this node's own ones: none when a stranger from anywhere can dial it."""
+        if not announced:
+            farther = _BEYOND if not own else _THIS_MACHINE
+        else:
+            farther = _remoteness(announced[0]) if _remoteness(announced[0]) > _RELAYED else _PUBLIC
         found: list[PeerAddress] = []
         for record in sorted(self._records(), key=lambda record: -record.issued_at):
-            addresses = best_for_strangers(_parsed(record))
+            addresses = [each for each in best_for_strangers(_parsed(record)) if _remoteness(each) < farther]
             if record.peer != self._peer and addresses and len({a.peer for a in found}) < MAX_INVITE_PEERS:
                 found += addresses[:2]
         return found
@@ -167,10 +183,16 @@ def best_for_strangers(addresses: Iterable[PeerAddress]) -> list[PeerAddress]:
     return sorted(outside or found, key=_remoteness)
 
 
+_PUBLIC, _RELAYED, _LOCAL_NETWORK, _THIS_MACHINE, _BEYOND = range(5)
+"""From where an address can be dialled; the smaller, the farther."""
+
+
 def _remoteness(address: PeerAddress) -> int:
+    if is_loopback(address.host):
+        return _THIS_MACHINE
     if address.kind.startswith("ip") and not ipaddress.ip_address(address.host).is_global:
-        return 2
-    return 0 if address.via is None else 1
+        return _LOCAL_NETWORK
+    return _PUBLIC if address.via is None else _RELAYED
 
 
 def _parsed(record: NodeRecord) -> list[PeerAddress]:

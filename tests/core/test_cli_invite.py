@@ -7,9 +7,11 @@ import contextlib
 import json
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import typer.testing
@@ -21,16 +23,23 @@ from fusion_node.daemon.config import NodeConfig
 from fusion_node.daemon.control import NodeState, Phase, control_socket
 from fusion_node.daemon.network_examiner import Visit
 from fusion_node.daemon.network_report import NetworkReport
+from fusion_node.daemon.node import _swarm_view
 from fusion_node.daemon.swarm_report import InviteReply, InviteRequest, PeersReply
 from fusion_node.daemon.swarm_view import SwarmView, best_for_strangers
 from fusion_node.errors import ConfigError, NodeNotRunning
 from fusion_node.types import LayerRange, PeerId, UnixS
 from p2p.addresses import PeerAddress
-from p2p.discovery import DiscoveryConfig
+from p2p.control import ConnectionEnds
+from p2p.dial_back import DialBackAnswer
+from p2p.discovery import Discovery, DiscoveryConfig
+from p2p.gate import PeerGate
 from p2p.identity import Identity
 from p2p.invite import SECRET_PREFIX, Invite
-from p2p.records import PROTOCOL_VERSION, NodeRecord, ShardRecord
+from p2p.reachability_verdict import Overall
+from p2p.records import PROTOCOL_VERSION, NodeRecord, ShardRecord, sign_record
 from p2p.swarm_key import SwarmKey
+from tests.core.test_reachability_shell import Control, Machine, until
+from tests.core.test_reachability_shell import running as running_machine
 
 NOW = 1_800_000_000.0
 US, THEM, RELAY = (Identity.from_seed(bytes([number]) * 32).peer_id for number in (1, 2, 3))
@@ -60,12 +69,17 @@ def record(peer: PeerId, *addresses: str) -> NodeRecord:
 
 
 def view(
-    addresses: Sequence[str] = (), *, key: SwarmKey | None = None, records: Sequence[NodeRecord] = ()
+    announced: Sequence[str] = (),
+    *,
+    guessed: Sequence[str] = (),
+    key: SwarmKey | None = None,
+    records: Sequence[NodeRecord] = (),
 ) -> SwarmView:
     return SwarmView(
         US,
         swarm_key=key,
-        addresses=lambda: addresses,
+        addresses=lambda: [*announced, *guessed],
+        announced=lambda: announced,
         records=lambda: records,
         connections=(),
         standing_of=lambda peer: "",
@@ -190,7 +204,67 @@ def test_a_node_that_nobody_can_dial_invites_to_others_that_can_be() -> None:
     reply = view(records=known).invite(InviteRequest())
     assert reply.addresses == (address("8.8.8.8", THEM),)
     assert reply.names_others
-    assert "nobody can dial this node" in " ".join(warnings(reply, now=NOW))
+    assert "leads to others" in " ".join(warnings(reply, now=NOW))
+
+
+def test_what_nobody_has_confirmed_comes_after_others_and_alone_only_when_there_are_none() -> None:
+    guess, lan, public = address("192.168.1.7"), address("192.168.1.8", THEM), address("8.8.8.8", THEM)
+    alone = view(guessed=[guess]).invite(InviteRequest())
+    assert (alone.addresses, alone.names_others, alone.is_unconfirmed) == ((guess,), False, True)
+    assert "no other node has confirmed" in " ".join(warnings(alone, now=NOW))
+    met = view(guessed=[guess], records=[record(THEM, lan, public)]).invite(InviteRequest())
+    assert (met.addresses, met.names_others, met.is_unconfirmed) == ((public, lan, guess), True, True)
+    assert "leads to others" in " ".join(warnings(met, now=NOW))
+
+
+def test_who_is_confirmed_on_the_local_network_only_names_others_for_the_rest_of_the_world() -> None:
+    own, lan, public = address("192.168.1.7"), address("192.168.1.8", THEM), address("8.8.8.8", THEM)
+    reply = view([own], records=[record(THEM, lan, public)]).invite(InviteRequest())
+    assert (reply.addresses, reply.names_others, reply.is_unconfirmed) == ((own, public), True, False)
+    neighbours = view([own], records=[record(THEM, lan)]).invite(InviteRequest())
+    assert (neighbours.addresses, warnings(neighbours, now=NOW)) == ((own,), [])
+
+
+class AmongStrangers(Control):
+    """Peers of different networks, of whom none reaches this machine."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.host, self.delivers = "192.168.1.7", False
+
+    async def ends_of(self, peer: PeerId) -> list[ConnectionEnds]:
+        return [ConnectionEnds(self.host, 50_000, f"45.{peer}.1.1", 4600, True)]
+
+    async def request(self, peer: PeerId, protocol: str, request: bytes, **limits: float) -> bytes:
+        answer = msgspec.msgpack.decode(await super().request(peer, protocol, request, **limits), type=DialBackAnswer)
+        return msgspec.msgpack.encode(msgspec.structs.replace(answer, seen_host="45.99.1.1"))
+
+    async def probe(self, *_: object) -> None:
+        return None
+
+
+async def test_a_node_behind_a_nat_invites_through_others_with_all_its_parts_in_place() -> None:
+    own, other = Identity.from_seed(bytes([1]) * 32), Identity.from_seed(bytes([2]) * 32)
+    machine = Machine(AmongStrangers())
+    discovery = Discovery(own, DiscoveryConfig((), (), mdns=False, serve=True))
+    discovery.reachability = machine.reachability
+    reachable, now = address("45.1.1.1", other.peer_id), time.time()
+    known = msgspec.structs.replace(record(other.peer_id, reachable), issued_at=now, expires_at=now + 60)
+    discovery.table.receive(sign_record(known, other), now=UnixS(now))
+    swarm = _swarm_view(own.peer_id, discovery, None, PeerGate())
+    async with running_machine(machine):
+        for peer in ("1", "2", "3", "4"):
+            machine.reachability.peer_met(PeerId(peer))
+        await until(machine, lambda: machine.reachability.verdict().overall is Overall.BEHIND_NAT)
+        reply = swarm.invite(InviteRequest())
+        guesses = [address(host, own.peer_id) for host in ("45.99.1.1", "192.168.1.7")]
+        assert reply.addresses == (reachable, *guesses)
+        assert reply.names_others
+        # One that a relay carries to needs nobody else.
+        circuit = PeerAddress.of("45.1.1.1", 4600, own.peer_id, via=other.peer_id)
+        discovery.extra_addresses.append(lambda: [circuit])
+        reply = swarm.invite(InviteRequest())
+        assert (reply.addresses, reply.names_others) == ((str(circuit),), False)
 
 
 def test_an_invite_to_loopback_is_said_to_be_local() -> None:
@@ -215,10 +289,11 @@ def test_of_several_nodes_the_one_that_can_be_dialled_invites() -> None:
     replies = [
         InviteReply("a", "public", problem="none"),
         InviteReply("b", "public", "fusion1b", is_local=True),
-        InviteReply("c", "public", "fusion1c", names_others=True),
-        InviteReply("d", "public", "fusion1d"),
+        InviteReply("c", "public", "fusion1c", is_unconfirmed=True),
+        InviteReply("d", "public", "fusion1d", names_others=True),
+        InviteReply("e", "public", "fusion1e"),
     ]
-    assert [best_of(replies[: count + 1]).peer for count in range(4)] == ["a", "b", "c", "d"]
+    assert [best_of(replies[: count + 1]).peer for count in range(5)] == ["a", "b", "c", "d", "e"]
 
 
 def read_by_a_camera(drawn: str) -> str:

@@ -63,6 +63,7 @@ async def reply() -> PeersReply:
         US,
         swarm_key=None,
         addresses=lambda: (),
+        announced=lambda: (),
         records=lambda: [record(ANNA, age_s=7.0, operator="anna"), record(CLEO, age_s=58.0), record(US, age_s=1.0)],
         connections=[control, data],
         standing_of=lambda peer: "banned" if peer == DORA else "",

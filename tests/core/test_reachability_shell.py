@@ -60,8 +60,8 @@ class Control:
 class Machine:
     """One that listens on all addresses, of which it has one at a time."""
 
-    def __init__(self, mapper: PortMapper | None = None) -> None:
-        self.control = Control()
+    def __init__(self, control: Control | None = None, *, mapper: PortMapper | None = None) -> None:
+        self.control = control or Control()
         self.reachability = self.control.reachability = Reachability(
             self.control, data_path="/fusion", mapper=mapper, read=self.read
         )
@@ -151,7 +151,7 @@ async def test_all_peers_are_gone_with_the_libp2p_thread_and_what_they_have_conf
 
 async def test_routers_word_that_differs_from_what_peers_see_is_told() -> None:
     mapper = PortMapper(description_url="http://127.0.0.1:1/")
-    machine = Machine(mapper)
+    machine = Machine(mapper=mapper)
     mapper.state = PortMapping((Mapping(Plane.CONTROL, 4600, "8.8.8.8", 4600),), "8.8.8.8")
     assert machine.reachability.mapping == mapper.state
     mapper.want({})
