@@ -4,8 +4,8 @@ Guarantees
 * Entering never ends: peers named by the user are dialled again with growing pauses for as long as none is met, and the
   program runs meanwhile. Who has been met before (p2p.peer_book) is tried as well, several at once.
 * Nobody is dropped for one missed answer, or for what others say: silence makes a peer *suspect*, a suspect is probed,
-  and only who misses the probe too is disconnected. Who has said nothing yet is not counted on: it is no reason to seek
-  fewer others, and dropped when it refuses what it is asked. ``suspect`` (hearsay, or a lost data link) leads to a probe only.
+  and only who misses the probe too is disconnected. ``suspect`` (hearsay, or a lost data link) leads to a probe only.
+* Who has said nothing yet is not counted on: it is no reason to seek fewer others, and dropped when it refuses.
 * A node that dies is forgotten when its record expires (p2p.records), and not before; two parts of a swarm that were
   separated find each other again.
 * What a peer costs is bounded: connections, dials at once, records per pull, and how often it pulls. See the regimes.
@@ -65,8 +65,11 @@ REDIAL_MAX_S = 15.0
 """While no peer is met. Twice as long after each failure, with a quarter by chance, so that a bootstrap that comes back
 is not dialled by everybody at once."""
 
+REDIAL_MAX_KNOWN_S = 60.0
+"""While no peer is met, for peers that the user has not named: a line that comes back is not waited for longer."""
+
 REDIAL_MAX_MET_S = 300.0
-"""While others are met, and always for peers that the user has not named."""
+"""While others are met."""
 
 MESH_PEERS = 12
 """Connections that a node seeks, so that an announcement reaches many directly. A random graph of this degree stays
@@ -862,15 +865,16 @@ class Membership:
 
     def _dial_failed(self, peer: PeerId, contact: _Contact | None, error: str, now: Moment) -> None:
         self.last_failure = error
-        self.book.failed(peer, now=now.unix_s)
+        if self.has_met:  # else it may be our own line that is down
+            self.book.failed(peer, now=now.unix_s)
         if contact is None:
             return
         if contact.is_named and not contact.num_failures:
             self._note(f"bootstrap peer {short(peer)} does not answer, trying on: {error}", is_warning=True)
         contact.num_failures += 1
         contact.last_failure = error
-        is_urgent = contact.is_named and not self.has_met
-        longest_s = REDIAL_MAX_S if is_urgent else REDIAL_MAX_MET_S
+        longest_s = REDIAL_MAX_S if contact.is_named else REDIAL_MAX_KNOWN_S
+        longest_s = REDIAL_MAX_MET_S if self.has_met else longest_s
         pause_s = min(REDIAL_FIRST_S * 2.0 ** min(contact.num_failures, 12), longest_s)
         contact.not_before_s = now.s + self._about(pause_s)
         if contact.is_named:

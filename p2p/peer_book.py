@@ -45,7 +45,10 @@ FORGET_AFTER_S = 28 * 86_400.0
 """Since it was last met: longer than a holiday. Addresses of homes change sooner than that."""
 
 FORGET_FAILURES = 10
-"""Failed dials in a row after which a peer is dropped, unless it was met within SURE_FOR_S."""
+"""Failed dials in a row after which a peer is dropped, unless it was met within SURE_FOR_S or few others are left."""
+
+KEPT_PEERS = 20
+"""So many are never dropped for failures: it may be our own line that is down, and without them nothing leads back."""
 
 SURE_FOR_S = 2 * 86_400.0
 """A weekend: nothing is dropped within it, because it may be our own line that is down."""
@@ -105,13 +108,13 @@ class PeerBook:
         self._bound(now)
 
     def failed(self, peer: PeerId, *, now: UnixS) -> None:
-        """A dial of a peer in the book has failed."""
+        """A dial of a peer in the book has failed, and not because of our own line."""
         before = self._peers.get(peer)
         if before is None:
             return
         after = msgspec.structs.replace(before, num_failures=before.num_failures + 1)
         self._put(after)
-        if _is_stale(after, now):
+        if len(self._peers) > KEPT_PEERS and _has_failed(after, now):
             del self._peers[peer]
 
     def merge(self, peers: Iterable[KnownPeer]) -> None:
@@ -123,11 +126,15 @@ class PeerBook:
                 self._peers[other.peer] = other
 
     def expire(self, *, now: UnixS) -> None:
-        """Drops who has not been met for weeks, who failed too often, and who is dated ahead of the clock."""
-        for entry in list(self._peers.values()):
-            if _is_stale(entry, now):
-                del self._peers[entry.peer]
-                self.is_changed = True
+        """Drops who has not been met for weeks, and who is dated ahead of the clock; of the others those that failed too
+        often, until KEPT_PEERS are left."""
+        stale = [entry for entry in self._peers.values() if _is_stale(entry, now)]
+        num_spare = len(self._peers) - len(stale) - KEPT_PEERS
+        failed = [entry for entry in self._peers.values() if entry not in stale and _has_failed(entry, now)]
+        failed.sort(key=lambda entry: entry.last_seen)
+        for entry in [*stale, *failed[: max(0, num_spare)]]:
+            del self._peers[entry.peer]
+            self.is_changed = True
 
     def choose(self, num: int, chance: Random, *, without: Iterable[str] = ()) -> list[KnownPeer]:
         """Whom to try first: those with the fewest failures and, among equals, by chance; of different neighbourhoods
@@ -227,8 +234,8 @@ def _read(path: Path) -> list[KnownPeer]:
 
 def _is_stale(entry: KnownPeer, now: UnixS) -> bool:
     age_s = now - entry.last_seen
-    return (
-        age_s > FORGET_AFTER_S
-        or age_s < -SURE_FOR_S  # a clock that was wrong
-        or (entry.num_failures >= FORGET_FAILURES and age_s > SURE_FOR_S)
-    )
+    return age_s > FORGET_AFTER_S or age_s < -SURE_FOR_S  # a clock that was wrong
+
+
+def _has_failed(entry: KnownPeer, now: UnixS) -> bool:
+    return entry.num_failures >= FORGET_FAILURES and now - entry.last_seen > SURE_FOR_S

@@ -610,6 +610,40 @@ def test_dial_that_our_own_host_has_broken_off_is_no_failure_of_the_peer() -> No
     assert dialled(driver) == {FIRST.peer_id, THIRD.peer_id}
 
 
+def test_failed_dials_count_against_a_known_peer_only_while_somebody_else_is_met() -> None:
+    """While nobody is, it may be our own line that is down."""
+    driver = Driver(book=book_of(*OTHERS[1:30]))
+
+    def fail_for(seconds: float) -> None:
+        until = driver.now + seconds
+        while driver.now < until:
+            driver.wait(1.0)
+            for dial in driver.take(Dial):
+                driver.core.dialled(dial.peer, driver.moment, error="no route to host")
+
+    fail_for(3600.0)
+    assert {entry.num_failures for entry in driver.core.book.entries()} == {0}
+    driver.meet(FIRST)
+    for _ in range(20):
+        fail_for(REUNITE_EVERY_S)
+        driver.answer()
+    assert max(entry.num_failures for entry in driver.core.book.entries()) > 0
+
+
+def test_known_peers_are_all_tried_again_within_two_minutes_while_nobody_is_met() -> None:
+    driver = Driver(book=book_of(*OTHERS[1:10]))
+    last: dict[PeerId, float] = {}
+    longest_s = 0.0
+    while driver.now < 1800.0:
+        driver.wait(1.0)
+        for dial in driver.take(Dial):
+            longest_s = max(longest_s, driver.now - last.get(dial.peer, driver.now))
+            last[dial.peer] = driver.now
+            driver.core.dialled(dial.peer, driver.moment, error="no route to host")
+    assert len(last) == 9
+    assert longest_s < 120.0
+
+
 # records
 
 

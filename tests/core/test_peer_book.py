@@ -15,6 +15,7 @@ from p2p.identity import Identity
 from p2p.peer_book import (
     FORGET_AFTER_S,
     FORGET_FAILURES,
+    KEPT_PEERS,
     MAX_PEERS,
     SURE_FOR_S,
     KnownPeer,
@@ -120,23 +121,38 @@ def test_two_processes_that_write_add_up(tmp_path: Path) -> None:
 
 def test_copy_for_the_writer_knows_what_was_dropped(tmp_path: Path) -> None:
     path = path_of(tmp_path, "public")
-    save(book_of(0, 1), path, now=NOW)
+    everybody = range(KEPT_PEERS + 1)
+    save(book_of(*everybody), path, now=NOW)
     book = load(path, now=later(2 * SURE_FOR_S))
     for _ in range(FORGET_FAILURES):
         book.failed(PEERS[0], now=later(2 * SURE_FOR_S))
     save(book.copy(), path, now=later(2 * SURE_FOR_S))
-    assert peers(load(path, now=later(2 * SURE_FOR_S)).entries()) == {PEERS[1]}
+    assert peers(load(path, now=later(2 * SURE_FOR_S)).entries()) == {PEERS[number] for number in everybody[1:]}
 
 
 def test_peer_that_fails_is_dropped_only_when_it_has_been_away_long() -> None:
-    book = book_of(0)
+    book = book_of(*range(KEPT_PEERS + 1))
     for _ in range(3 * FORGET_FAILURES):
         book.failed(PEERS[0], now=later(SURE_FOR_S / 2))
-    assert book.num_peers == 1
+    assert book.get(PEERS[0]) is not None
     book.failed(PEERS[0], now=later(SURE_FOR_S + 1))
-    assert book.num_peers == 0
-    book.failed(PEERS[1], now=NOW)
-    assert book.num_peers == 0
+    assert book.get(PEERS[0]) is None
+    book.failed(PEERS[0], now=NOW)
+    assert book.num_peers == KEPT_PEERS
+
+
+def test_last_peers_are_kept_however_often_they_fail(tmp_path: Path) -> None:
+    """A book that has failed altogether tells of a line that was down, and is all that there is."""
+    book = book_of(*range(KEPT_PEERS + 5))
+    for _ in range(2 * FORGET_FAILURES):
+        for peer in PEERS[: KEPT_PEERS + 5]:
+            book.failed(peer, now=later(2 * SURE_FOR_S))
+    assert book.num_peers == KEPT_PEERS
+    save(book, path_of(tmp_path, "public"), now=later(2 * SURE_FOR_S))
+    found = load(path_of(tmp_path, "public"), now=later(2 * SURE_FOR_S))
+    assert peers(found.entries()) == peers(book.entries())
+    found.expire(now=later(FORGET_AFTER_S + 1))
+    assert found.num_peers == 0
 
 
 def test_peer_that_was_not_met_for_weeks_is_forgotten_and_so_is_one_dated_ahead() -> None:
