@@ -31,7 +31,7 @@ async def _crash() -> None:
 
 @dataclass(eq=False)
 class LoopbackHost:
-    """One host. ``listens`` False is one that cannot be dialled, like a machine behind a NAT."""
+    """One host. ``listens`` False: it cannot be dialled, as behind a NAT. ``serve``: it answers in the DHT."""
 
     identity: Identity = field(default_factory=Identity.generate)
     listens: bool = True
@@ -39,6 +39,7 @@ class LoopbackHost:
     version: int = PROTOCOL_VERSION
     gate: Gate = field(default_factory=OpenGate)
     swarm_key: SwarmKey | None = None
+    serve: bool = False
 
     def __post_init__(self) -> None:
         self.on_stream: Callable[[IncomingStream], None] | None = None
@@ -100,7 +101,7 @@ class LoopbackHost:
         config = HostConfig(
             seed=self.identity.seed,
             listen=(("127.0.0.1", 0),) if self.listens else (),
-            serve=False,
+            serve=self.serve,
             protocols={},
             relay=self.relay,
             accepts_streams=self.on_stream is not None,

@@ -7,6 +7,7 @@ import os
 from contextlib import suppress
 from typing import Any
 
+import libp2p.host.basic_host as basic_host
 import libp2p.kad_dht.common as kad_common
 import libp2p.kad_dht.kad_dht as kad_dht
 import libp2p.kad_dht.peer_routing as kad_peer_routing
@@ -20,6 +21,8 @@ from libp2p.crypto.ed25519 import create_new_key_pair
 from libp2p.crypto.x25519 import create_new_key_pair as create_new_x25519_key_pair
 from libp2p.custom_types import TProtocol
 from libp2p.exceptions import ParseError
+from libp2p.host.ping import ID as PING
+from libp2p.identity.identify_push.identify_push import ID_PUSH as IDENTIFY_PUSH
 from libp2p.io.exceptions import MessageTooLarge
 from libp2p.io.trio import TrioTCPStream
 from libp2p.network.config import ConnectionConfig, RetryConfig
@@ -32,6 +35,14 @@ from libp2p.utils.varint import read_varint_prefixed_bytes_limited
 
 from p2p.addresses import dialable_hosts
 from p2p.control import HostConfig
+from p2p.libp2p_adapter.claims import (
+    bound_peerstore,
+    bounded_info,
+    ignore_signed_record,
+    read_dht_request,
+    read_identify,
+    update_from_identify,
+)
 from p2p.libp2p_adapter.dialing import DIAL_TIMEOUT_S
 from p2p.libp2p_adapter.multiaddrs import parts_of, tcp
 from p2p.libp2p_adapter.muxing import BoundedYamux
@@ -44,7 +55,7 @@ MAX_CONNECTIONS = 256
 MAX_STREAMS = 1024
 
 MAX_DHT_MESSAGE_BYTES = 256 * 1024
-"""20 peers with signed records of 1 KiB and a value of 16 KiB fit five times."""
+"""200 providers and 20 peers with eight addresses of the longest kind each take 239,000."""
 
 MAX_DHT_VALUES = 4096
 """Times 16 KiB: at most 64 MiB."""
@@ -100,6 +111,17 @@ rebind("QUERY_TIMEOUT", DHT_QUERY_TIMEOUT_S, kad_dht, kad_peer_routing, kad_prov
 rebind("MAX_VALUE_STORE_SIZE", MAX_DHT_VALUES, kad_value_store)
 rebind("BUCKET_SIZE", MAX_PROVIDERS_PER_KEY, kad_provider_store)
 rebind("PROVIDER_RECORD_EXPIRATION_INTERVAL", PROVIDER_TTL_S, kad_provider_store)
+rebind(  # traps 36 to 38
+    "maybe_consume_signed_record",
+    ignore_signed_record,
+    kad_dht,
+    kad_peer_routing,
+    kad_provider_store,
+    kad_value_store,
+)
+rebind("read_varint_prefixed_bytes_limited", read_dht_request, kad_dht)
+rebind("read_length_prefixed_protobuf", read_identify, basic_host)
+rebind("update_peerstore_from_identify", update_from_identify, basic_host)
 rebind("new_protected_conn", protected, libp2p_swarm)  # traps 21 to 24
 
 
@@ -135,6 +157,11 @@ def make_host(config: HostConfig, listen: list[multiaddr.Multiaddr]) -> Any:
         # What peers claim to see us under is hearsay, and a liar would change what we advertise.
         disable_identify_address_discovery=True,  # trap 16
     )
+    # Trap 36: nobody has to tell us anew who it is, and yamux has pings of its own.
+    host.remove_stream_handler(IDENTIFY_PUSH)
+    host.remove_stream_handler(PING)
+    host._push_identify_to_all_peers = _do_nothing
+    bound_peerstore(host.get_peerstore())
     swarm = host.get_network()
     # A dial is repeated by who needs it, not three times at once inside a look-up.
     swarm.retry_config = RetryConfig(max_retries=0)
@@ -147,12 +174,12 @@ async def _do_nothing() -> None: ...
 
 
 def bound_providers(store: Any) -> None:
-    """Trap 9: anybody may announce any number of keys; the library keeps them all."""
+    """Trap 9: anybody may announce any number of keys and addresses; the library keeps them all."""
     add_provider = store.add_provider
 
     def add_bounded(key: bytes, provider: Any) -> None:
         if key in store.providers or len(store.providers) < MAX_DHT_PROVIDER_KEYS:
-            add_provider(key, provider)
+            add_provider(key, bounded_info(provider))
 
     store.add_provider = add_bounded
 

@@ -38,6 +38,7 @@ from p2p.kademlia_core import (
     take_turns,
     to_displace,
 )
+from p2p.libp2p_adapter.claims import PEER_ID_BYTES, short_addresses
 from p2p.libp2p_adapter.hardening import (
     DHT_QUERY_TIMEOUT_S,
     KAD_PROTOCOL,
@@ -54,9 +55,6 @@ NAMESPACE = "fusion"
 
 MAX_FOUND_PROVIDERS = 256
 """Of one look-up. Those whom it names are then asked for their records, so liars must not be able to name thousands."""
-
-PEER_ID_BYTES = 38
-"""Of an Ed25519 key. Longer ones are not even read: base58 takes quadratic time."""
 
 MAX_QUERIES_AT_ONCE = 5
 """Of one look-up, which has ten paths. A connection that has to be made costs both ends 100 ms of CPU."""
@@ -377,7 +375,7 @@ def _contact(their_id: ID, addresses: Sequence[multiaddr.Multiaddr]) -> Contact 
 def _named(named: Any) -> tuple[Contact, list[multiaddr.Multiaddr]] | None:
     """A peer that an answer names, with those of its addresses that could be dialled."""
     addresses: list[multiaddr.Multiaddr] = []
-    for data in named.addrs[:MAX_ADDRESSES_PER_PEER]:
+    for data in short_addresses(named.addrs):
         with suppress(ConfigError, ValueError, multiaddr.exceptions.Error):
             address = multiaddr.Multiaddr(data)
             if not is_circuit(address):

@@ -12,6 +12,10 @@ from p2p.addresses import PeerAddress
 
 MAX_ADDRESSES_PER_PEER = 8
 
+MAX_ADDRESS_BYTES = 128
+"""In the library's binary form. An IPv6 address of a relay, and through it to the peer, takes 104; 200 providers with
+eight addresses of this size fit into one answer of the DHT."""
+
 
 def multiaddr_of(address: PeerAddress) -> multiaddr.Multiaddr:
     """As the library dials it: without the peer's id, which is given beside it; through a relay, as it is."""

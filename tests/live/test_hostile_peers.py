@@ -1,0 +1,123 @@
+"""Peers that take more than their share of a libp2p host, and a bystander that must not notice."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+import multiaddr
+import pytest
+from libp2p.custom_types import TProtocol
+from libp2p.identity.identify.pb.identify_pb2 import Identify
+from libp2p.kad_dht.pb.kademlia_pb2 import Message
+from libp2p.peer.id import ID
+from libp2p.peer.peerstore import create_signed_peer_record
+from libp2p.utils.varint import encode_uvarint, read_varint_prefixed_bytes_limited
+
+from fusion_node.errors import PeerError
+from p2p.libp2p_adapter.hardening import KAD_PROTOCOL
+from p2p.libp2p_adapter.messages import closing, translated
+from p2p.libp2p_adapter.multiaddrs import MAX_ADDRESSES_PER_PEER
+from tests.libp2p_hosts import LoopbackHost
+
+IDENTIFY_PUSH = TProtocol("/ipfs/id/push/1.0.0")
+PATIENCE_S = 20.0
+
+Start = Callable[..., Awaitable[LoopbackHost]]
+
+
+@pytest.fixture
+async def start() -> AsyncIterator[Start]:
+    async with AsyncExitStack() as stack:
+
+        async def start_host(**options: Any) -> LoopbackHost:
+            host = LoopbackHost(**options)
+            stack.push_async_callback(host.aclose)
+            return await host.start()
+
+        yield start_host
+
+
+async def connect(one: LoopbackHost, other: LoopbackHost) -> None:
+    await one.call(lambda node: node.connect(other.peer, [other.address]))
+
+
+def fat_record(node: Any, num_addresses: int) -> bytes:
+    addresses = [
+        multiaddr.Multiaddr(f"/ip4/9.9.{number >> 8}.{number & 255}/tcp/4600") for number in range(num_addresses)
+    ]
+    record = create_signed_peer_record(node._host.get_id(), addresses, node._host.get_private_key())
+    return bytes(record.marshal_envelope())
+
+
+async def ask_dht(node: Any, other: LoopbackHost, request: Message) -> Message:
+    with translated(other.peer):
+        stream = await node._host.new_stream(ID.from_base58(other.peer), [KAD_PROTOCOL])
+        async with closing(stream):
+            data = request.SerializeToString()
+            await stream.write(encode_uvarint(len(data)) + data)
+            answer = Message()
+            answer.ParseFromString(await read_varint_prefixed_bytes_limited(stream, 1 << 20))
+            return answer
+
+
+async def known_addresses(node: Any, other: LoopbackHost) -> int:
+    held = node._host.get_peerstore().peer_data_map.get(ID.from_base58(other.peer))
+    return 0 if held is None else len(held.addrs)
+
+
+async def test_who_brings_fat_records_makes_nobodys_answers_larger(start: Start) -> None:
+    node, bystander = await start(serve=True), await start(serve=True)
+    await connect(bystander, node)
+    liars = [await start(serve=True) for _ in range(2)]
+    for liar in liars:
+        await connect(liar, node)
+
+        async def lie(host: Any) -> None:
+            find = Message(type=Message.MessageType.FIND_NODE, key=host._host.get_id().to_bytes())
+            find.senderRecord = fat_record(host, 500)
+            await ask_dht(host, node, find)
+            announce = Message(type=Message.MessageType.ADD_PROVIDER, key=b"key")
+            provider = announce.providerPeers.add(id=host._host.get_id().to_bytes(), signedRecord=fat_record(host, 500))
+            provider.addrs.extend(multiaddr.Multiaddr(f"/ip4/9.9.9.9/tcp/{port}").to_bytes() for port in range(1, 500))
+            await ask_dht(host, node, announce)
+
+        await liar.call(lie)
+        assert await node.call(lambda host, liar=liar: known_addresses(host, liar)) <= MAX_ADDRESSES_PER_PEER  # type: ignore[misc]
+
+    async def ask(host: Any) -> Message:
+        return await ask_dht(host, node, Message(type=Message.MessageType.GET_PROVIDERS, key=b"key"))
+
+    answer = await bystander.call(ask)
+    named = [*answer.providerPeers, *answer.closerPeers]
+    assert {each.id for each in answer.providerPeers} == {ID.from_base58(liar.peer).to_bytes() for liar in liars}
+    assert {each.id for each in answer.closerPeers} >= {each.id for each in answer.providerPeers}
+    assert not any(each.HasField("signedRecord") for each in named)
+    assert all(len(each.addrs) <= MAX_ADDRESSES_PER_PEER for each in named)
+
+
+async def test_nobody_is_told_anew_who_somebody_is(start: Start) -> None:
+    node, liar = await start(), await start()
+    await connect(liar, node)
+
+    async def push(host: Any) -> None:
+        message = Identify(signedPeerRecord=fat_record(host, 500)).SerializeToString()
+        with translated(node.peer):
+            stream = await host._host.new_stream(ID.from_base58(node.peer), [IDENTIFY_PUSH])
+            await stream.write(encode_uvarint(len(message)) + message)
+
+    with pytest.raises(PeerError):
+        await liar.call(push)
+    assert await node.call(lambda host: known_addresses(host, liar)) <= MAX_ADDRESSES_PER_PEER
+
+
+async def test_who_somebody_is_is_still_answered(start: Start) -> None:
+    node, asker = await start(), await start()
+    await connect(asker, node)
+
+    async def ask(host: Any) -> list[str]:
+        await host._host._identify_peer(ID.from_base58(node.peer), reason="a test")
+        return [str(address) for address in host._host.get_peerstore().addrs(ID.from_base58(node.peer))]
+
+    assert any(address.startswith(f"/ip4/127.0.0.1/tcp/{node.address.port}") for address in await asker.call(ask))
