@@ -89,7 +89,10 @@ has its results."""
 WITHDRAW_TIMEOUT_S = 1.5
 MAX_PARALLEL = 8
 MAX_ASKS = 16
-"""At once, to all peers together: each takes some milliseconds of the libp2p thread."""
+"""At once, to all peers that answer: each takes some milliseconds of the libp2p thread."""
+
+MAX_DOUBTFUL_ASKS = 8
+"""At once, beside those, to peers that have not answered when they were last asked, or never yet."""
 
 MAX_NAMED = 8
 """Addresses that an error names."""
@@ -283,6 +286,7 @@ class Discovery:
         self._lan: LanDiscovery | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._asks = asyncio.Semaphore(MAX_ASKS)
+        self._doubtful_asks = asyncio.Semaphore(MAX_DOUBTFUL_ASKS)
         self._waiting_for: dict[int, asyncio.Future[None]] = {}
         """By token of what was asked."""
         self._timer: asyncio.TimerHandle | None = None
@@ -634,7 +638,7 @@ class Discovery:
         answer: bytes | None = None
         try:
             # The wait for a slot is ours, and no silence of the peer's.
-            async with self._asks, asyncio.timeout(EXCHANGE_TIMEOUT_S):
+            async with self._asks if ask.is_sure else self._doubtful_asks, asyncio.timeout(EXCHANGE_TIMEOUT_S):
                 answer = await self._bridge.call(
                     lambda node: node.request(ask.peer, PROTOCOL_ID, ask.request, limit_bytes=MAX_ANSWER_BYTES)
                 )

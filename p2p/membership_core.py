@@ -60,6 +60,10 @@ PROBE_AFTER_S = 1.0
 MAX_REFUSALS = 3
 """In a row. Who refuses is there and may be busy; who refuses so often is of no use, whatever the reason."""
 
+MAX_ASKS_OF_ONE = 2
+"""Announcements and questions of ours that one peer may owe an answer at once, heartbeats and look-ups by name aside.
+Of announcements only the newest waits: who takes long to refuse must not make us pile up more and more."""
+
 REDIAL_FIRST_S = 0.5
 REDIAL_MAX_S = 15.0
 """While no peer is met. Twice as long after each failure, with a quarter by chance, so that a bootstrap that comes back
@@ -214,11 +218,16 @@ class Disconnect:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Send the request to a connected peer, and report with ``answered`` or ``not_answered``."""
+    """Send the request to a connected peer, and report with ``answered`` or ``not_answered``.
+
+    Attributes:
+        is_sure: the peer has answered when it was last asked, or we have chosen it. Others must not keep these waiting.
+    """
 
     token: int
     peer: PeerId
     request: bytes
+    is_sure: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,6 +328,11 @@ class _Connection:
     num_asking: int = 0
     num_refused: int = 0
     """Since the last answer."""
+    is_sure: bool = False
+    """It has answered when it was last asked, or we have dialled it and not asked yet."""
+    is_pushing: bool = False
+    owes_push: bool = False
+    """The own record has changed while no more could be asked."""
 
 
 @dataclass(slots=True)
@@ -565,7 +579,7 @@ class Membership:
         elif error is not None:
             self._dial_failed(peer, contact, error, now)
         elif connection is not None:
-            connection.we_dialled = True
+            connection.we_dialled = connection.is_sure = True
             if contact is not None:
                 contact.num_failures = 0
                 connection.addresses = contact.addresses
@@ -599,10 +613,10 @@ class Membership:
         self._note_clock(asked, received.answered_at, now)
         connection = self._connections.get(asked.peer)
         if connection is not None:
-            connection.num_asking -= 1
-            connection.num_refused = 0
+            connection.num_refused, connection.is_sure = 0, True
             connection.told = asked.own_envelope or connection.told
             self._hear(asked.peer, connection, now)
+            self._ended(asked, connection, now)
         if asked.limit and asked.num_known <= MAX_DIGEST_ENTRIES:
             estimate = self._estimate if asked.model_id is None else self._estimates.get(asked.model_id)
             if estimate is not None:
@@ -624,7 +638,7 @@ class Membership:
         connection = None if asked is None else self._connections.get(asked.peer)
         if asked is None or connection is None:
             return
-        connection.num_asking -= 1
+        connection.is_sure = connection.is_sure and silence is Silence.DOWN
         match silence:
             case Silence.REFUSED:
                 self._refused(asked, connection, why, now)
@@ -638,6 +652,7 @@ class Membership:
                 self._suspect(asked.peer, connection, now)
             case Silence.DOWN:
                 pass
+        self._ended(asked, connection, now)
 
     def suspect(self, peer: PeerId, now: Moment) -> None:
         """Somebody says, or a lost data link suggests, that the peer is gone. It is asked itself."""
@@ -724,12 +739,13 @@ class Membership:
             return record, []
         self._models = ()
         self._publication.withdraw()
-        return record, self._push(now)
+        return record, self._push(now, is_last=True)
 
     def pull(self, model_id: ModelId | None, now: Moment) -> list[int]:
         """Asks connected peers for the nodes of a model, or for all. Returns the tokens of what was asked."""
-        nodes = [peer for peer in self._connections if self._is_node(peer, now)]
-        others = [peer for peer in self._connections if peer not in set(nodes)]
+        willing = [peer for peer, each in self._connections.items() if each.num_asking < MAX_ASKS_OF_ONE]
+        nodes = [peer for peer in willing if self._is_node(peer, now)]
+        others = [peer for peer in willing if peer not in set(nodes)]
         chosen = self._some(nodes, PULLED_PEERS)
         chosen += self._some(others, PULLED_PEERS - len(chosen))
         return [self._ask(peer, model_id, MAX_RECORDS, _Purpose.FIND, now) for peer in chosen]
@@ -812,8 +828,20 @@ class Membership:
         self._asked[self._num_asked] = _Asked(peer, purpose, model_id, limit, now, own, num_known)
         if connection is not None:
             connection.num_asking += 1
-        self._commands.append(Ask(self._num_asked, peer, request))
+            connection.is_pushing |= purpose is _Purpose.PUSH
+        is_sure = connection is None or connection.is_sure
+        self._commands.append(Ask(self._num_asked, peer, request, is_sure))
         return self._num_asked
+
+    def _ended(self, asked: _Asked, connection: _Connection, now: Moment) -> None:
+        """Of what was asked, whatever has come of it: there is room for what waits."""
+        connection.num_asking -= 1
+        connection.is_pushing &= asked.purpose is not _Purpose.PUSH
+        is_due = connection.owes_push and not connection.is_pushing and not connection.is_suspect
+        if is_due and self._connections.get(asked.peer) is connection:
+            connection.owes_push = False
+            if connection.told is not self.exchange.own_envelope:
+                self._ask(asked.peer, None, 0, _Purpose.PUSH, now)
 
     def _become_lonely(self, now: Moment) -> None:
         self._note("no peer that answers is connected any more; trying those that are known")
@@ -907,7 +935,11 @@ class Membership:
         if len(self._connections) > HIGH_PEERS:
             spare = [peer for peer, connection in self._connections.items() if self._is_spare(peer, connection, now)]
             places = [(peer, self._place(peer)) for peer in spare if not self._connections[peer].we_dialled]
-            for peer in choose_to_drop(places, num_above, self._places(), self._chance):
+            useless = [peer for peer, _ in places if self._is_useless(self._connections[peer])]
+            dropped = self._some(useless, num_above)
+            places = [(peer, place) for peer, place in places if peer not in dropped]
+            dropped += choose_to_drop(places, num_above - len(dropped), self._places(), self._chance)
+            for peer in dropped:
                 self._drop(peer, "there are more connections than are needed", if_spare=True)
 
     def _on_shuffle_due(self, now: Moment) -> None:
@@ -968,10 +1000,15 @@ class Membership:
     def _is_spare(self, peer: PeerId, connection: _Connection, now: Moment) -> bool:
         return (
             peer not in self._protected
-            and not connection.num_asking
+            and (not connection.num_asking or self._is_useless(connection))
             and now.s - connection.since_s >= SETTLED_AFTER_S
             and not (peer in self._contacts and self._contacts[peer].is_named)
         )
+
+    @staticmethod
+    def _is_useless(connection: _Connection) -> bool:
+        """It has been asked and has not answered."""
+        return not connection.is_sure and bool(connection.num_asking or connection.num_refused)
 
     def _place(self, peer: PeerId) -> str | None:
         connection = self._connections.get(peer)
@@ -1009,14 +1046,19 @@ class Membership:
             return Refusal.WRONG_KEY
         return self.exchange.set_own(envelope, now=now.unix_s)
 
-    def _push(self, now: Moment) -> list[int]:
+    def _push(self, now: Moment, *, is_last: bool = False) -> list[int]:
         """The own record goes to every connected peer, users among them: who waits for a node to become reachable hears
-        of it at once. A peer that does not take it is the heartbeat's business."""
-        return [
-            self._ask(peer, None, 0, _Purpose.PUSH, now)
-            for peer, connection in self._connections.items()
-            if not connection.is_suspect
-        ]
+        of it at once. A peer that does not take it is the heartbeat's business; one that still owes an answer gets it
+        when that has come, unless it is the last one."""
+        tokens = []
+        for peer, connection in self._connections.items():
+            if connection.is_suspect:
+                continue
+            is_busy = connection.is_pushing or connection.num_asking >= MAX_ASKS_OF_ONE
+            connection.owes_push = is_busy and not is_last
+            if not connection.owes_push:
+                tokens.append(self._ask(peer, None, 0, _Purpose.PUSH, now))
+        return tokens
 
     def _is_node(self, peer: PeerId, now: Moment) -> bool:
         record = self.exchange.table.record_of(peer, now=now.unix_s)

@@ -126,7 +126,7 @@ class PeerBook:
                 self._peers[other.peer] = other
 
     def expire(self, *, now: UnixS) -> None:
-        """Drops who has not been met for weeks, and who is dated ahead of the clock; of the others those that failed too
+        """Drops who has not been met for weeks, and who is dated ahead of the clock; of the others those who failed too
         often, until KEPT_PEERS are left."""
         stale = [entry for entry in self._peers.values() if _is_stale(entry, now)]
         num_spare = len(self._peers) - len(stale) - KEPT_PEERS

@@ -137,14 +137,14 @@ def address_of(identity: Identity) -> str:
     return f"/ip4/127.0.0.1/tcp/4600/p2p/{identity.peer_id}"
 
 
-def record_of(identity: Identity) -> bytes:
+def record_of(identity: Identity, *, sequence: int = 1) -> bytes:
     now = time.time()
     shard = ShardRecord("ab" * 32, "tiny", 0, 10, 30, "f16r32", 0.001, 4096)
     return sign_record(
         NodeRecord(
             PROTOCOL_VERSION,
             identity.peer_id,
-            1,
+            sequence,
             now,
             now + 60,
             (),
@@ -234,3 +234,35 @@ async def test_connections_of_the_restarted_thread_are_not_forgotten() -> None:
             await user.wait_for_peer(0.0)
         await until(lambda: user._bridge.num_restarts == 1 and user._bridge.is_up and user.num_peers == 1)
         assert user.connected == [SECOND.peer_id]
+
+
+async def test_many_who_take_long_to_refuse_do_not_keep_the_others_waiting() -> None:
+    world = World()
+    slow = [Identity.from_seed(number.to_bytes(32, "big")).peer_id for number in range(1, 101)]
+    world.add(FIRST)
+    async with user_of(world) as user:
+        await user.wait_for_peer(PATIENCE_S)
+        told: list[PeerId] = []
+        never = asyncio.Event()
+
+        async def call(command: Callable[[ControlNode], Awaitable[Any]]) -> Any:
+            node = FakeHost(world, world.runners[-1].hooks)
+
+            async def request(peer: PeerId, protocol: str, request: bytes, *, limit_bytes: int) -> bytes:
+                if peer in slow:
+                    await never.wait()
+                told.append(peer)
+                return world.reachable[peer].answer(request, source=US.peer_id, now=UnixS(time.time()))
+
+            node.request = request  # type: ignore[method-assign]
+            return await command(node)
+
+        user._bridge.call = call  # type: ignore[method-assign]
+        for peer in slow:
+            user._note_connection(peer, True)
+        for sequence in range(1, 6):
+            before = len(told)
+            announcing = asyncio.create_task(user.announce(record_of(US, sequence=sequence), []))
+            await until(lambda before=before: FIRST.peer_id in told[before:])  # type: ignore[misc]
+            announcing.cancel()
+        assert len(user._waiting_for) <= len(slow)

@@ -19,6 +19,7 @@ from p2p.membership_core import (
     HIGH_PEERS,
     LONELY_AFTER_S,
     LOW_PEERS,
+    MAX_ASKS_OF_ONE,
     MAX_DIALS,
     MAX_REFUSALS,
     MESH_PEERS,
@@ -658,6 +659,80 @@ def test_announcement_goes_to_every_connected_peer_once() -> None:
     # What they have is not sent again with the next question.
     driver.core.pull(None, driver.moment)
     assert max(len(ask.request) for ask in driver.take(Ask)) < 200
+
+
+def test_peer_that_is_slow_is_sent_the_newest_announcement_and_none_between() -> None:
+    driver = Driver()
+    driver.meet(FIRST)
+    for sequence in range(1, 6):
+        driver.core.announce(record_of(US, driver.now, sequence=sequence), [MODEL], driver.moment)
+        driver.wait(0.1)
+    (push,) = driver.take(Ask)
+    driver.answer([push])
+    (push,) = driver.answer()
+    record = driver.peers[FIRST.peer_id].table.record_of(US.peer_id, now=driver.moment.unix_s)
+    assert record is not None
+    assert record.sequence == 5
+    assert not driver.take(Ask)
+
+
+def test_a_withdrawal_does_not_wait_for_the_answer_to_an_announcement() -> None:
+    driver = Driver()
+    driver.meet(FIRST)
+    driver.core.announce(record_of(US, driver.now), [MODEL], driver.moment)
+    driver.take(Ask)
+    _, pushes = driver.core.withdraw(record_of(US, driver.now, sequence=2, shards=False), driver.moment)
+    assert [ask.token for ask in driver.take(Ask)] == pushes
+    assert len(pushes) == 1
+
+
+def test_what_is_asked_of_one_peer_at_once_is_bounded() -> None:
+    driver = Driver()
+    driver.meet(FIRST, SECOND)
+    driver.know(FIRST)
+    for sequence in range(1, 20):
+        driver.core.announce(record_of(US, driver.now, sequence=sequence), [MODEL], driver.moment)
+        driver.core.pull(MODEL, driver.moment)
+        driver.wait(HEARTBEAT_S)
+    asks = driver.take(Ask)
+    assert {sum(ask.peer == peer.peer_id for ask in asks) for peer in (FIRST, SECOND)} == {MAX_ASKS_OF_ONE}
+
+
+def test_who_has_not_answered_lately_is_not_relied_on() -> None:
+    driver = Driver(FIRST)
+    driver.wait(0.0)
+    driver.core.dialled(FIRST.peer_id, driver.moment)
+    (first,) = driver.take(Ask)
+    assert first.is_sure, "whom we have chosen"
+    driver.meet(SECOND)
+    driver.core.pull(None, driver.moment)
+    asks = {ask.peer: ask for ask in driver.take(Ask)}
+    assert not asks[SECOND.peer_id].is_sure, "it has answered nothing yet"
+    driver.core.not_answered(first.token, Silence.REFUSED, "busy", driver.moment)
+    driver.answer([asks[SECOND.peer_id]])
+    driver.core.not_answered(asks[FIRST.peer_id].token, Silence.REFUSED, "busy", driver.moment)
+    driver.core.pull(None, driver.moment)
+    assert {ask.peer: ask.is_sure for ask in driver.take(Ask)} == {FIRST.peer_id: False, SECOND.peer_id: True}
+
+
+def test_those_who_refuse_are_given_up_before_others() -> None:
+    driver = Driver()
+    driver.meet(*OTHERS[: HIGH_PEERS + 5])
+    useless = {other.peer_id for other in OTHERS[10:20]}
+    dropped = set()
+    for sequence in range(1, 16):
+        driver.core.announce(record_of(US, driver.now, sequence=sequence), [MODEL], driver.moment)
+        for ask in driver.take(Ask):
+            if ask.peer not in useless:
+                driver.answer([ask])
+            elif ask.peer == OTHERS[10].peer_id:
+                driver.core.not_answered(ask.token, Silence.REFUSED, "busy", driver.moment)
+        driver.wait(1.0)
+        for command in driver.take(Disconnect):
+            driver.core.connection_closed(command.peer, driver.moment)
+            dropped.add(command.peer)
+    assert len(dropped) == HIGH_PEERS + 5 - LOW_PEERS
+    assert useless < dropped
 
 
 def test_record_of_somebody_else_is_not_announced() -> None:
