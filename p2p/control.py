@@ -7,6 +7,7 @@ another thread (p2p.bridge), and the methods of ControlNode run there; the hooks
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
@@ -103,6 +104,10 @@ class HostConfig:
     gossip: bool = False
     """Whether records are passed on by GossipSub; see ControlNode.gossip."""
 
+
+SENDER: ContextVar[PeerId | None] = ContextVar("SENDER", default=None)
+"""In the host's thread: who brings the value that HostHooks.sequence_of is asked of; None when nobody in particular
+does. Not an argument, because the library calls its validator without one."""
 
 Answer: TypeAlias = Callable[[bytes | None], None]
 """Takes the answer to a request, or None to refuse it. Thread-safe, never raises."""

@@ -37,6 +37,7 @@ from fusion_node.wire import WireError
 from p2p.addresses import PeerAddress, check_bindable, is_loopback, parse_announce, parse_listen
 from p2p.bridge import Bridge, Runner
 from p2p.control import (
+    SENDER,
     Answer,
     ControlNode,
     ControlPlaneDown,
@@ -70,7 +71,7 @@ from p2p.publication_core import Publish
 from p2p.puzzle import PuzzleChecker
 from p2p.reachability import Reachability
 from p2p.reachability_verdict import Plane
-from p2p.record_exchange import MAX_ANSWER_BYTES, MAX_REQUEST_BYTES, PROTOCOL_ID, RecordExchange
+from p2p.record_exchange import MAX_ANSWER_BYTES, MAX_REQUEST_BYTES, PROTOCOL_ID, RecordExchange, claims_of
 from p2p.records import NodeRecord, RecordTable, Refusal, open_record
 from p2p.seam import PathKind
 from p2p.swarm_key import SwarmKey
@@ -287,6 +288,8 @@ class Discovery:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._asks = asyncio.Semaphore(MAX_ASKS)
         self._doubtful_asks = asyncio.Semaphore(MAX_DOUBTFUL_ASKS)
+        self._checking = asyncio.Semaphore(1)
+        """So that puzzles take one core at most."""
         self._waiting_for: dict[int, asyncio.Future[None]] = {}
         """By token of what was asked."""
         self._timer: asyncio.TimerHandle | None = None
@@ -502,7 +505,7 @@ class Discovery:
         if isinstance(record, NodeRecord) and key != record_key(PeerId(record.peer)):
             record = Refusal.WRONG_KEY
         if isinstance(record, NodeRecord):
-            record = self._price(record, None, self._now()) or record
+            record = self._price(record, SENDER.get(), self._now()) or record
         if isinstance(record, Refusal):
             self._post(self._count_refusal, record)
             raise ValueError(record)
@@ -642,6 +645,7 @@ class Discovery:
                 answer = await self._bridge.call(
                     lambda node: node.request(ask.peer, PROTOCOL_ID, ask.request, limit_bytes=MAX_ANSWER_BYTES)
                 )
+            await self._check_puzzles(answer, ask.peer)
         except TimeoutError:
             silence, why = Silence.TIMEOUT, f"no answer within {EXCHANGE_TIMEOUT_S:.0f} s"
         except PeerClosed as error:
@@ -663,6 +667,13 @@ class Discovery:
             if not waiting.done():
                 waiting.set_result(None)
             self._pump()
+
+    async def _check_puzzles(self, answer: bytes, source: PeerId) -> None:
+        """Those that the core will ask for, in a thread: an answer with 256 new nodes takes 0.2 s of one, in which the
+        event loop has tensors to pass on."""
+        if self._price.bits > 0:
+            async with self._checking:
+                await asyncio.to_thread(lambda: self._price.check_ahead(claims_of(answer), source, self._now()))
 
     async def _wait_for(self, tokens: Iterable[int], timeout_s: float) -> None:
         """Returns when all of these have been answered or not, or the time is up."""

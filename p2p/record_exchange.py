@@ -31,7 +31,7 @@ import numpy as np
 from fusion_node.types import ModelId, PeerId, UnixS
 from fusion_node.wire import WireError, decode_bounded
 from p2p.record_columns import Flags, Indices, Numbers
-from p2p.records import MAX_RECORD_BYTES, ModelText, NodeRecord, RecordTable, Refusal, Time
+from p2p.records import MAX_RECORD_BYTES, ModelText, NodeRecord, RecordTable, Refusal, Time, claim_of
 
 if TYPE_CHECKING:
     from random import Random
@@ -113,6 +113,15 @@ def serves(record: NodeRecord, model_id: ModelId | None) -> bool:
     if model_id is None:
         return bool(record.shards)
     return any(shard.model_id == model_id for shard in record.shards)
+
+
+def claims_of(answer: bytes) -> list[NodeRecord]:
+    """What the records of an answer say, none of it verified; nothing when the answer cannot be read."""
+    try:
+        given = decode_bounded(answer, ExchangeAnswer, limit_bytes=MAX_ANSWER_BYTES)
+    except WireError:
+        return []
+    return [claim for claim in map(claim_of, given.records) if claim is not None]
 
 
 class RecordExchange:

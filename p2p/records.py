@@ -180,6 +180,15 @@ def open_record(envelope: bytes, *, now: UnixS) -> NodeRecord | Refusal:
     return _check_dates(record.issued_at, record.expires_at, now, MAX_RECORD_TTL_S) or record
 
 
+def claim_of(envelope: bytes) -> NodeRecord | None:
+    """What an envelope says, its signature and dates unchecked; None when it cannot be read."""
+    try:
+        outer = decode_bounded(envelope, SignedEnvelope, limit_bytes=MAX_RECORD_BYTES)
+        return decode_bounded(outer.body, NodeRecord, limit_bytes=MAX_RECORD_BYTES)
+    except WireError:
+        return None
+
+
 def open_plan(envelope: bytes, *, now: UnixS) -> Plan | Refusal:
     """Checks size, form, signature, dates and contiguity of a plan."""
     plan = _open(envelope, Plan, _PLAN_DOMAIN, MAX_PLAN_BYTES, lambda p: p.user)

@@ -26,7 +26,7 @@ from libp2p.utils.varint import encode_uvarint, read_varint_prefixed_bytes_limit
 from fusion_node.errors import ConfigError, PeerClosed, PeerError, RemoteProtocolError
 from fusion_node.types import PeerId
 from p2p.addresses import PeerAddress
-from p2p.control import FoundPeer
+from p2p.control import SENDER, FoundPeer
 from p2p.identity import public_key_of
 from p2p.kademlia_core import (
     REPLICATION,
@@ -264,12 +264,14 @@ class _Served:
             await stream.reset()
             return
         self._num_streams_of[their_id] += 1
+        sender = SENDER.set(peer)
         try:
             with trio.move_on_after(STREAM_TIMEOUT_S) as scope:
                 await self._dht.handle_stream(stream)
             if scope.cancelled_caught:
                 await stream.reset()
         finally:
+            SENDER.reset(sender)
             self._gate.stream_closed(peer)
             self._num_streams_of[their_id] -= 1
             if not self._num_streams_of[their_id]:

@@ -14,6 +14,8 @@ from libp2p.kad_dht.routing_table import RoutingTable
 from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
 
+from fusion_node.types import PeerId
+from p2p.control import SENDER
 from p2p.kademlia_core import MAX_PER_TABLE
 from p2p.libp2p_adapter import kademlia
 from p2p.libp2p_adapter.hardening import MAX_PROVIDERS_PER_KEY
@@ -157,3 +159,20 @@ def test_silent_streams_of_one_peer_neither_last_nor_lock_others_out() -> None:
         assert num_served == kademlia.MAX_STREAMS_PER_PEER + 2
 
     trio.run(work, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+def test_the_validator_learns_who_brings_a_value() -> None:
+    senders: list[PeerId | None] = []
+
+    class Dht:
+        async def handle_stream(self, stream: Stream) -> None:
+            senders.append(SENDER.get())
+
+    async def work() -> None:
+        served = kademlia._Served(Dht(), OpenGate())
+        for number in (1, 2):
+            await served.serve(Stream(peer_id(number)))
+        assert SENDER.get() is None
+
+    trio.run(work)
+    assert senders == [PeerId(peer_id(number).to_base58()) for number in (1, 2)]

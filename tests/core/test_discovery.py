@@ -10,15 +10,17 @@ from contextlib import asynccontextmanager
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 
 from fusion_node.errors import NoPeers, PeerError, PeerUnreachable
 from fusion_node.types import PeerId, UnixS
 from p2p.addresses import PeerAddress
 from p2p.bridge import Runner
-from p2p.control import ControlNode, FoundPeer, HostHooks
-from p2p.discovery import Discovery, DiscoveryConfig
+from p2p.control import SENDER, ControlNode, FoundPeer, HostHooks
+from p2p.discovery import Discovery, DiscoveryConfig, record_key
 from p2p.identity import Identity
+from p2p.puzzle import NONCE_BYTES, OF_A_STRANGER, PuzzleChecker
 from p2p.record_exchange import RecordExchange
 from p2p.records import PROTOCOL_VERSION, NodeRecord, RecordTable, ShardRecord, sign_record
 
@@ -125,8 +127,8 @@ class FakeRunner:
 
 
 class DiscoveryInWorld(Discovery):
-    def __init__(self, world: World, config: DiscoveryConfig) -> None:
-        super().__init__(US, config)
+    def __init__(self, world: World, config: DiscoveryConfig, price: PuzzleChecker | None = None) -> None:
+        super().__init__(US, config, price=price)
         self._world = world
 
     def _make_runner(self) -> Runner[ControlNode]:
@@ -160,8 +162,8 @@ def record_of(identity: Identity, *, sequence: int = 1) -> bytes:
 
 
 @asynccontextmanager
-async def user_of(world: World) -> AsyncIterator[Discovery]:
-    user = DiscoveryInWorld(world, DiscoveryConfig((), (address_of(FIRST),), mdns=False, serve=False))
+async def user_of(world: World, price: PuzzleChecker | None = None) -> AsyncIterator[Discovery]:
+    user = DiscoveryInWorld(world, DiscoveryConfig((), (address_of(FIRST),), mdns=False, serve=False), price)
     await user.start()
     try:
         async with asyncio.timeout(PATIENCE_S):
@@ -219,6 +221,51 @@ async def test_user_that_is_cut_off_is_told_at_once_what_it_still_knows() -> Non
         world.lose(FIRST)
         await until(lambda: user.num_peers == 0)
         assert [r.peer for r in await user.find(None, timeout_s=2 * PATIENCE_S)] == [SECOND.peer_id]
+
+
+def paid_record_of(identity: Identity) -> bytes:
+    now = time.time()
+    shard = ShardRecord("ab" * 32, "tiny", 0, 10, 30, "f16r32", 0.001, 4096)
+    fields = (PROTOCOL_VERSION, identity.peer_id, 1, now, now + 60, (), (), "cpu", 0, (shard,), 0, "test")
+    return sign_record(NodeRecord(*fields, puzzle=bytes(NONCE_BYTES)), identity)
+
+
+async def test_puzzles_of_an_answer_are_not_checked_in_the_event_loop() -> None:
+    threads: list[threading.Thread] = []
+
+    def evaluate(public_key: bytes, solution: bytes) -> int:
+        threads.append(threading.current_thread())
+        return 9
+
+    world, others = World(), [Identity.from_seed(bytes([number, 7]) * 16) for number in range(5)]
+    world.add(FIRST, *map(paid_record_of, others))
+    async with user_of(world, PuzzleChecker(9, evaluate=evaluate)) as user:
+        await until(lambda: len(user.table.live(now=UnixS(time.time()))) == len(others))
+    assert len(threads) == len(others)
+    assert threading.current_thread() not in threads
+
+
+async def test_a_stranger_that_fills_the_dht_with_junk_leaves_newcomers_their_turn() -> None:
+    strangers = [Identity.from_seed(bytes([number, 8]) * 16).peer_id for number in range(2)]
+    price = PuzzleChecker(9, evaluate=lambda public_key, solution: solution[0])
+    user = DiscoveryInWorld(World(), DiscoveryConfig((), (), mdns=False, serve=True), price)
+    junk = Identity.from_seed(b"j" * 32)
+    for number in range(600):
+        now = time.time()
+        record = NodeRecord(
+            PROTOCOL_VERSION, junk.peer_id, number, now, now + 60, (), (), "cpu", 0, (), 0, "test",
+            puzzle=bytes([0, *number.to_bytes(7, "big")]),
+        )  # fmt: skip
+        token = SENDER.set(strangers[number % 2])
+        with pytest.raises(ValueError, match=r"unchecked|too-cheap"):
+            user._sequence_of(record_key(junk.peer_id), sign_record(record, junk))
+        SENDER.reset(token)
+    assert price.num_evaluated <= 2 * OF_A_STRANGER.burst + 8
+    newcomer = Identity.from_seed(b"n" * 32)
+    paid = msgspec.structs.replace(record, peer=newcomer.peer_id, puzzle=bytes([9]) + bytes(NONCE_BYTES - 1))
+    token = SENDER.set(newcomer.peer_id)
+    assert user._sequence_of(record_key(newcomer.peer_id), sign_record(paid, newcomer)) == paid.sequence
+    SENDER.reset(token)
 
 
 async def test_connections_of_the_restarted_thread_are_not_forgotten() -> None:

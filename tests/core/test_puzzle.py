@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -172,6 +173,42 @@ def test_one_stranger_cannot_use_up_what_all_strangers_have() -> None:
     assert checker.num_evaluated == puzzle.OF_A_STRANGER.burst
     newcomer = IDENTITIES[2]
     assert checker(record_of(newcomer, good()), newcomer.peer_id, NOW) is None
+
+
+def test_junk_in_the_dht_leaves_strangers_alone() -> None:
+    checker = PuzzleChecker(9, evaluate=cheap)
+    flood(checker, [None], 5000)
+    assert checker(record_of(IDENTITIES[3], good()), None, NOW) is Refusal.UNCHECKED
+    newcomer = IDENTITIES[2]
+    assert checker(record_of(newcomer, good()), newcomer.peer_id, NOW) is None
+
+
+def test_what_was_checked_ahead_is_not_checked_again_and_costs_the_same() -> None:
+    checker, stranger = PuzzleChecker(9, evaluate=cheap), PeerId("stranger")
+    records = [record_of(identity, good()) for identity in IDENTITIES[:20]]
+    checker.check_ahead(records, stranger, NOW)
+    assert checker.num_evaluated == puzzle.OF_A_STRANGER.burst
+    verdicts = [checker(record, stranger, NOW) for record in records]
+    assert verdicts.count(None) == checker.num_evaluated == puzzle.OF_A_STRANGER.burst
+    assert set(verdicts) == {None, Refusal.UNCHECKED}
+
+
+def test_a_check_under_way_in_one_thread_holds_up_no_other() -> None:
+    going_on, may_end = threading.Event(), threading.Event()
+
+    def slow(public_key: bytes, solution: bytes) -> int:
+        going_on.set()
+        assert may_end.wait(10)
+        return 9
+
+    checker = PuzzleChecker(9, own=IDENTITIES[1].peer_id, evaluate=slow)
+    thread = threading.Thread(target=checker.check_ahead, args=([record_of(IDENTITIES[0], good())], PeerId("a"), NOW))
+    thread.start()
+    assert going_on.wait(10)
+    assert checker.has_paid(IDENTITIES[1].peer_id)
+    may_end.set()
+    thread.join()
+    assert checker.has_paid(IDENTITIES[0].peer_id)
 
 
 def test_strangers_together_leave_the_paid_alone() -> None:
