@@ -167,6 +167,8 @@ def make_host(config: HostConfig, listen: list[multiaddr.Multiaddr]) -> Any:
     swarm.retry_config = RetryConfig(max_retries=0)
     # Trap 4: it dials everybody that it has heard of until half of high_watermark is reached, whatever the other marks.
     swarm.auto_connector.maybe_connect = _do_nothing
+    # Which is also what forgets the peers that this remembers, one for every identity that has ever disconnected.
+    swarm.auto_connector.record_disconnect = lambda their_id: None
     return host
 
 

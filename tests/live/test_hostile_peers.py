@@ -22,7 +22,6 @@ from p2p.libp2p_adapter.multiaddrs import MAX_ADDRESSES_PER_PEER
 from tests.libp2p_hosts import LoopbackHost
 
 IDENTIFY_PUSH = TProtocol("/ipfs/id/push/1.0.0")
-PATIENCE_S = 20.0
 
 Start = Callable[..., Awaitable[LoopbackHost]]
 
@@ -121,3 +120,18 @@ async def test_who_somebody_is_is_still_answered(start: Start) -> None:
         return [str(address) for address in host._host.get_peerstore().addrs(ID.from_base58(node.peer))]
 
     assert any(address.startswith(f"/ip4/127.0.0.1/tcp/{node.address.port}") for address in await asker.call(ask))
+
+
+async def test_nothing_is_remembered_of_who_has_disconnected(start: Start) -> None:
+    node, visitor = await start(), await start()
+    await connect(visitor, node)
+
+    async def end(host: Any) -> list[int]:
+        network = host._host.get_network()
+        for connection in network.get_connections():
+            await network.notify_disconnected(connection)
+        connector = network.auto_connector
+        caches = (connector._recent_disconnects, connector._last_connect_attempt, connector._failure_counts)
+        return [len(cache) for cache in caches]
+
+    assert await node.call(end) == await visitor.call(end) == [0, 0, 0]
