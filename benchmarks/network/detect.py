@@ -109,10 +109,16 @@ async def notice_s(what: str) -> float:
         await hole.aclose()
 
 
+async def _all_at_once() -> dict[str, float]:
+    """They take next to no CPU, so that each may as well wait while the others do."""
+    return dict(zip(TARGETS_S, await asyncio.gather(*map(notice_s, TARGETS_S)), strict=True))
+
+
 def run(quick: bool) -> tuple[list[Check], dict[str, Any]]:
     """Each event several times."""
     repeats = 1 if quick else 5
-    seconds = {what: [asyncio.run(notice_s(what)) for _ in range(repeats)] for what in TARGETS_S}
+    rounds = [asyncio.run(_all_at_once()) for _ in range(repeats)]
+    seconds = {what: [found[what] for found in rounds] for what in TARGETS_S}
     checks = [
         Check(f"notice-{what}", f"a {what} peer is given up", statistics.median(values), "s", TARGETS_S[what], "<=")
         for what, values in seconds.items()

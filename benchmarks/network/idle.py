@@ -28,14 +28,20 @@ MAX_CPU_PERCENT = 5.0
 MAX_BPS = 4096.0
 """Per node, sent: what a slow uplink does not notice."""
 
-SETTLE_S = 45.0
-"""The first look-ups and publications of a newcomer are over by then."""
+SETTLE_S, SETTLE_QUICK_S = 60.0, 25.0
+"""The first look-ups and publications of a newcomer are over by then; not quite all of them when quick."""
 
 
 def run(quick: bool) -> tuple[list[Check], dict[str, Any]]:
     """The twelve, in a process of its own that may have a namespace of its own."""
     has_own_network = os.geteuid() == 0 and shutil.which("unshare") is not None
-    command = [sys.executable, "-m", "benchmarks.network.idle", "measure", str(20 if quick else 120)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.network.idle",
+        "measure",
+        *(map(str, (SETTLE_QUICK_S, 15.0) if quick else (SETTLE_S, 120.0))),
+    ]
     if has_own_network:
         command = ["unshare", "--net", "sh", "-c", 'ip link set lo up && exec "$@"', "sh", *command]
     found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
@@ -49,14 +55,14 @@ def run(quick: bool) -> tuple[list[Check], dict[str, Any]]:
     return checks, found
 
 
-async def _measure(duration_s: float) -> dict[str, Any]:
+async def _measure(settle_s: float, duration_s: float) -> dict[str, Any]:
     nodes: list[asyncio.subprocess.Process] = []
     try:
         first = await _start(None)
         nodes.append(first[0])
         for _ in range(NUM_NODES - 1):
             nodes.append((await _start(first[1]))[0])
-        await asyncio.sleep(SETTLE_S)
+        await asyncio.sleep(settle_s)
         processes = [psutil.Process(node.pid) for node in nodes]
         cpu_before, bytes_before = [_cpu_s(process) for process in processes], _bytes_sent()
         began = time.perf_counter()
@@ -140,4 +146,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "node":
         asyncio.run(_node(sys.argv[2] if len(sys.argv) > 2 else None))
     else:
-        print(json.dumps(asyncio.run(_measure(float(sys.argv[2])))))
+        print(json.dumps(asyncio.run(_measure(*map(float, sys.argv[2:4])))))
