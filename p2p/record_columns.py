@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 Numbers: TypeAlias = npt.NDArray[np.uint32]
+Times: TypeAlias = npt.NDArray[np.float64]
 Flags: TypeAlias = npt.NDArray[np.bool_]
 Indices: TypeAlias = npt.NDArray[np.intp]
 
@@ -29,10 +30,17 @@ class RecordColumns:
         self._row_of: dict[str, int] = {}
         self._keys = np.empty(64, np.uint64)
         self._sequences = np.empty(64, np.uint32)
+        self._issued_at = np.empty(64, np.float64)
         self._expires_at = np.empty(64, np.float64)
         self._models = np.empty(64, np.uint64)
+        self._several_of: dict[str, Collection[str]] = {}
+        """The models of peers that serve several; a row has room for one."""
+        self._peers_of: dict[str, dict[str, None]] = {}
+        """The same by model."""
 
-    def put(self, peer: str, key: int, sequence: int, expires_at: float, model_ids: Collection[str]) -> None:
+    def put(
+        self, peer: str, key: int, sequence: int, issued_at: float, expires_at: float, model_ids: Collection[str]
+    ) -> None:
         """Sets a peer's row: the 64 bits that stand for it in digests, and what its record says."""
         row = self._row_of.get(peer)
         if row is None:
@@ -41,20 +49,35 @@ class RecordColumns:
             if row == len(self._keys):
                 self._keys = np.resize(self._keys, 2 * row)
                 self._sequences = np.resize(self._sequences, 2 * row)
+                self._issued_at = np.resize(self._issued_at, 2 * row)
                 self._expires_at = np.resize(self._expires_at, 2 * row)
                 self._models = np.resize(self._models, 2 * row)
             self._keys[row] = key
         self._sequences[row] = sequence % 2**32
+        self._issued_at[row] = issued_at
         self._expires_at[row] = expires_at
         self._models[row] = _NONE if not model_ids else _tag(next(iter(model_ids))) if len(model_ids) == 1 else _SEVERAL
+        self._set_several(peer, tuple(model_ids) if len(model_ids) > 1 else ())
+
+    def _set_several(self, peer: str, model_ids: Collection[str]) -> None:
+        for model_id in self._several_of.pop(peer, ()):
+            peers = self._peers_of[model_id]
+            del peers[peer]
+            if not peers:
+                del self._peers_of[model_id]
+        if model_ids:
+            self._several_of[peer] = model_ids
+            for model_id in model_ids:
+                self._peers_of.setdefault(model_id, {})[peer] = None
 
     def remove(self, peer: str) -> None:
+        self._set_several(peer, ())
         row, last = self._row_of.pop(peer), len(self.peers) - 1
         moved = self.peers.pop()
         if row != last:
             self.peers[row] = moved
             self._row_of[moved] = row
-            for column in (self._keys, self._sequences, self._expires_at, self._models):
+            for column in (self._keys, self._sequences, self._issued_at, self._expires_at, self._models):
                 column[row] = column[last]
 
     def row_of(self, peer: str | None) -> int | None:
@@ -72,14 +95,20 @@ class RecordColumns:
         """The low 32 bits of each sequence."""
         return self._sequences[rows]
 
+    def issued_at(self, rows: Indices) -> Times:
+        """The date of each record, by its author's clock."""
+        return self._issued_at[rows]
+
     def serve(self, rows: Indices) -> Flags:
         """Whether each holds a shard at all; the others are tombstones."""
         return np.not_equal(self._models[rows], _NONE)
 
-    def may_serve(self, rows: Indices, model_id: str) -> tuple[Flags, Flags]:
-        """Which of them serve the model and no other one, and which serve several models, of which it may be one."""
-        models = self._models[rows]
-        return np.equal(models, _tag(model_id)), np.equal(models, _SEVERAL)
+    def serve_model(self, rows: Indices, model_id: str) -> Flags:
+        """Whether each holds a shard of the model."""
+        serves = np.equal(self._models[: len(self.peers)], _tag(model_id))
+        peers = self._peers_of.get(model_id, {})
+        serves[np.fromiter(map(self._row_of.__getitem__, peers), np.intp, len(peers))] = True
+        return serves[rows]
 
 
 _NONE, _SEVERAL = np.uint64(0), np.uint64(1)

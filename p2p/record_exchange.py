@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import msgspec
 import numpy as np
@@ -56,8 +56,6 @@ _OVERHEAD_BYTES = 64
 """Of the answer's own arrays, and 5 per record are counted with it."""
 
 _ALL = 2**32
-
-T = TypeVar("T")
 
 Envelope: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=MAX_RECORD_BYTES)]
 Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
@@ -209,31 +207,22 @@ class RecordExchange:
     def _answer(self, model_id: ModelId | None, limit: int, their_view: _View, now: UnixS) -> ExchangeAnswer:
         if not limit:
             return ExchangeAnswer(EXCHANGE_VERSION, (), now)
-        own: bytes | None = None
-        missing: list[tuple[float, bytes]] = []
-        believed_gone: list[bytes] = []
-        gone: list[bytes] = []
         rows, is_serving = self._rows(model_id, now)
         columns = self.table.columns
         is_asked, is_shared, is_wanted = their_view.compare(
             columns.bits(rows, their_view.salt), columns.sequences(rows)
         )
-        for index in np.flatnonzero(is_wanted).tolist():
-            one = self.table.held_of(columns.peers[rows[index]])
-            if one.record.peer == self._own_peer:
-                own = one.envelope
-            elif not is_asked[index]:
-                continue
-            elif is_serving[index]:
-                # A date that is still to come is no newer than now.
-                missing.append((min(one.record.issued_at, now), one.envelope))
-            elif not one.record.shards:
-                (believed_gone if is_shared[index] else gone).append(one.envelope)
-        room = limit - (own is not None)
-        tombstones = self._some(believed_gone, int(room * TOMBSTONE_SHARE))
-        tombstones += self._some(gone, int(room * TOMBSTONE_SHARE) - len(tombstones))
-        chosen = self._choose(missing, room - len(tombstones))
-        fitting = _fit([*(() if own is None else (own,)), *chosen, *tombstones])
+        # Rows are chosen before any record is touched: a table may hold 20,000, and an answer 256 at most.
+        is_own = rows == columns.row_of(self._own_peer)
+        is_wanted_of_others = is_wanted & is_asked & ~is_own
+        is_gone = is_wanted_of_others & ~columns.serve(rows)
+        own = self._envelopes(rows[is_wanted & is_own])
+        room = limit - len(own)
+        gone = self._some(rows[is_gone & is_shared], int(room * TOMBSTONE_SHARE))
+        gone = np.append(gone, self._some(rows[is_gone & ~is_shared], int(room * TOMBSTONE_SHARE) - len(gone)))
+        chosen = self._choose(rows[is_wanted_of_others & is_serving], room - len(gone), now)
+        # What does not fit in is at the expense of those who take most room.
+        fitting = _fit([*own, *sorted(self._envelopes(chosen), key=len), *self._envelopes(gone)])
         num_known, num_shared = int((is_serving & is_asked).sum()), int((is_serving & is_shared).sum())
         return ExchangeAnswer(EXCHANGE_VERSION, tuple(fitting), now, num_known, num_shared)
 
@@ -245,23 +234,31 @@ class RecordExchange:
         is_node = columns.serve(rows)
         if model_id is None:
             return rows, is_node
-        is_serving, is_unsure = columns.may_serve(rows, model_id)
-        for index in np.flatnonzero(is_unsure).tolist():
-            is_serving[index] = serves(self.table.held_of(columns.peers[rows[index]]).record, model_id)
+        is_serving = columns.serve_model(rows, model_id)
         kept = is_serving | ~is_node | (rows == columns.row_of(self._own_peer))
         return rows[kept], is_serving[kept]
 
-    def _choose(self, dated: list[tuple[float, bytes]], at_most: int) -> list[bytes]:
-        self._chance.shuffle(dated)  # among equal dates, too, chance decides
-        dated.sort(key=lambda item: -item[0])
-        num_newest = len(dated) if len(dated) <= at_most else int(at_most * NEWEST_SHARE)
-        newest, rest = dated[:num_newest], dated[num_newest:]
-        chosen = [envelope for _, envelope in newest + self._some(rest, at_most - num_newest)]
-        # What does not fit in is at the expense of those who take most room.
-        return sorted(chosen, key=len)
+    def _choose(self, rows: Indices, at_most: int, now: UnixS) -> Indices:
+        """All of them if there is room, or else some of the newest and the rest by chance."""
+        if len(rows) <= at_most:
+            return rows
+        num_newest = int(at_most * NEWEST_SHARE)
+        # A date that is still to come is no newer than now.
+        dates = np.minimum(self.table.columns.issued_at(rows), now)
+        limit = np.partition(dates, len(dates) - num_newest)[len(dates) - num_newest] if num_newest else np.inf
+        newest = np.flatnonzero(dates > limit)
+        # Among equal dates, too, chance decides.
+        newest = np.append(newest, self._some(np.flatnonzero(dates == limit), num_newest - len(newest)))
+        rest = np.delete(rows, newest)
+        return np.append(rows[newest], self._some(rest, at_most - num_newest))
 
-    def _some(self, items: list[T], at_most: int) -> list[T]:
-        return self._chance.sample(items, min(at_most, len(items)))
+    def _some(self, items: Indices, at_most: int) -> Indices:
+        """So many of them, by chance."""
+        return items[self._chance.sample(range(len(items)), min(at_most, len(items)))]
+
+    def _envelopes(self, rows: Indices) -> list[bytes]:
+        peers = self.table.columns.peers
+        return [self.table.held_of(peers[row]).envelope for row in rows.tolist()]
 
 
 def _fit(envelopes: Sequence[bytes]) -> list[bytes]:

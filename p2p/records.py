@@ -415,6 +415,7 @@ class RecordTable:
             record.peer,
             digest_key_of(record.peer),
             record.sequence,
+            record.issued_at,
             record.expires_at,
             {shard.model_id for shard in record.shards},
         )
