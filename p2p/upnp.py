@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
 import threading
 from collections.abc import Callable, Sequence
 from collections.abc import Mapping as MappingOf
@@ -42,6 +43,9 @@ NUM_OTHER_PORTS = 3
 
 _OTHER_PORTS_BY = 1000
 """Beside the wanted one; not the next, which is the other plane's."""
+
+_SEARCHED_AT = ("239.255.255.250", 1900)
+"""UPnP Device Architecture 1.1 §1.3.2."""
 
 T = TypeVar("T")
 
@@ -168,6 +172,8 @@ class PortMapper:
 
 
 def _find(description_url: str | None) -> _Router:
+    if description_url is None and not _has_route():
+        raise _Refused("no router is looked for: this machine has no route to one over IPv4")
     client = miniupnpc.UPnP()
     client.discoverdelay = round(SEARCH_S * 1000)
     if description_url is None:
@@ -179,6 +185,19 @@ def _find(description_url: str | None) -> _Router:
     if ip_of(external) is None:
         raise _Refused("the router does not tell its external address: is it connected?")
     return _Router(client, external)
+
+
+def _has_route() -> bool:
+    """Whether a search would leave this machine. Asked because the library writes to standard error when it would not.
+
+    Connecting a UDP socket sends nothing, and fails as sending would.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        try:
+            sock.connect(_SEARCHED_AT)
+        except OSError:
+            return False
+    return True
 
 
 def _take(router: _Router, wanted: MappingOf[Plane, int], lease_s: int) -> tuple[Mapping, ...]:

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from http.server import ThreadingHTTPServer
 
+import pytest
+
+from p2p import upnp
 from p2p.reachability_verdict import Plane
 from p2p.upnp import Mapping, PortMapper
 from tests.nat.fake_igd import Control
@@ -205,6 +210,21 @@ async def test_router_that_does_not_answer_costs_nothing_but_a_sentence() -> Non
     async with running(mapper) as told:
         assert "description cannot be read" in await until_problem(mapper)
         assert told.all == []
+
+
+async def test_nobody_is_looked_for_where_no_packet_can_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    class WithoutRoute(socket.socket):
+        def connect(self, address: object) -> None:
+            raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    looked_for: list[object] = []
+    monkeypatch.setattr(upnp.socket, "socket", WithoutRoute)
+    monkeypatch.setattr(upnp.miniupnpc, "UPnP", lambda: looked_for.append(None))
+    mapper = PortMapper()
+    mapper.want({Plane.CONTROL: 4600})
+    async with running(mapper):
+        assert "no route" in await until_problem(mapper)
+    assert not looked_for  # the library writes to standard error when it has no route
 
 
 async def test_router_that_disappears_takes_its_mappings_with_it() -> None:
