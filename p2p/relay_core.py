@@ -7,6 +7,9 @@ Guarantees
   told of at once, and another relay is asked in the same call.
 * A relay that refused or failed is left alone for a time that doubles from RETRY_FIRST_S to RETRY_MAX_S, so that a full
   or dead one costs little; a relay is asked by one request at a time, and at most NUM_RELAYS are asked at once.
+* One with which there is a connection again is asked at once; so is one that was lost, after others and not twice in
+  RETRY_FIRST_S: it may be the way to it that has changed, as when a router gets another address.
+* While the own host is down, nobody is asked, and nothing counts against a relay.
 * When relays are not wanted any more, all are released after GIVE_UP_AFTER_S: a verdict that wavers costs nothing.
 
 Assumes: the shell carries out every command and reports its end once, with ``reserved``, ``refused`` or ``lost``;
@@ -92,6 +95,10 @@ class _Relay:
     """None while it is not held."""
     rests_until: MonotonicS | None = None
     num_failures: int = 0
+    held_since: MonotonicS | None = None
+    """Since it agreed last, without the renewals; None when it has refused since then."""
+    was_lost: bool = False
+    """It agreed last, and is not held any more."""
 
     @property
     def is_held(self) -> bool:
@@ -117,12 +124,18 @@ class RelayCore:
     num_lost: int = 0
     _relays: dict[PeerId, _Relay] = field(default_factory=dict)
     _is_wanted: bool = False
+    _is_host_up: bool = True
     _unwanted_since: MonotonicS | None = None
 
     @property
     def held(self) -> list[PeerId]:
         """The relays at which there is a reservation."""
         return [peer for peer, relay in self._relays.items() if relay.is_held]
+
+    @property
+    def is_host_up(self) -> bool:
+        """Whether there is a host to ask with, as far as is known."""
+        return self._is_host_up
 
     @property
     def addresses(self) -> list[PeerAddress]:
@@ -159,8 +172,10 @@ class RelayCore:
         relay = self._relays.get(peer)
         if relay is None:
             return [Release(peer)]
-        relay.is_asked = False
+        relay.is_asked = relay.was_lost = False
         relay.num_failures = 0
+        if not relay.is_held:
+            relay.held_since = now
         relay.renew_at = MonotonicS(now + min(RENEW_S, duration_s / 2))
         others = [each for each in relay.candidate.addresses if each != address]
         relay.candidate = dataclasses.replace(relay.candidate, addresses=(address, *others))
@@ -176,17 +191,37 @@ class RelayCore:
         if relay is None or not relay.is_held:
             return []
         self.num_lost += 1
-        relay.renew_at = None
-        return [] if relay.is_asked else self._failed(peer, now)
+        relay.renew_at, relay.was_lost = None, True
+        if relay.is_asked:
+            return []
+        if relay.held_since is not None and now - relay.held_since < RETRY_FIRST_S:
+            return self._failed(peer, now)
+        relay.rests_until = None
+        return self.handle_timer(now)
 
-    def all_lost(self, now: MonotonicS) -> list[Command]:
-        """The host has been started anew: nothing is held, and no request will be answered."""
+    def connected(self, peer: PeerId, now: MonotonicS) -> list[Command]:
+        """There is a new connection with a peer."""
+        relay = self._relays.get(peer)
+        if relay is None or not relay.is_free:
+            return []
+        relay.rests_until = None
+        return self.handle_timer(now)
+
+    def host_down(self) -> None:
+        """Nothing is held any more, no request will be answered, and until ``host_up`` nothing can be asked."""
+        self._is_host_up = False
         for relay in self._relays.values():
             relay.renew_at, relay.is_asked = None, False
+
+    def host_up(self, now: MonotonicS) -> list[Command]:
+        """The host runs, as it did or again."""
+        self._is_host_up = True
         return self.handle_timer(now)
 
     def next_timer(self) -> MonotonicS | None:
         """When ``handle_timer`` has something to do at the latest."""
+        if not self._is_host_up:
+            return None
         times = [relay.renew_at for relay in self._relays.values() if relay.renew_at is not None and not relay.is_asked]
         if self._is_wanted and len(self.held) < self.num_relays:
             times += [relay.rests_until for relay in self._relays.values() if relay.rests_until and relay.is_free]
@@ -196,6 +231,8 @@ class RelayCore:
 
     def handle_timer(self, now: MonotonicS) -> list[Command]:
         """Renews what is due, and asks for what is missing."""
+        if not self._is_host_up:
+            return []
         if self._unwanted_since is not None and now - self._unwanted_since >= GIVE_UP_AFTER_S:
             released = self.held
             for peer in released:
@@ -223,7 +260,7 @@ class RelayCore:
             if relay.is_free and (relay.rests_until is None or relay.rests_until <= now)
         ]
         self.random.shuffle(free)
-        return min(free, key=lambda relay: _rank(relay.candidate, taken), default=None)
+        return min(free, key=lambda relay: (relay.was_lost, *_rank(relay.candidate, taken)), default=None)
 
     def _ask(self, relay: _Relay) -> Reserve:
         relay.is_asked = True
@@ -235,7 +272,7 @@ class RelayCore:
             return []
         if relay.is_held:
             self.num_lost += 1
-        relay.is_asked, relay.renew_at = False, None
+        relay.is_asked, relay.renew_at, relay.held_since = False, None, None
         relay.rests_until = MonotonicS(now + min(RETRY_FIRST_S * 2**relay.num_failures, RETRY_MAX_S))
         relay.num_failures += 1
         return self.handle_timer(now)

@@ -17,7 +17,7 @@ import structlog
 from fusion_node.errors import FusionError
 from fusion_node.types import MonotonicS, PeerId
 from p2p.addresses import PeerAddress
-from p2p.control import ControlNode
+from p2p.control import ControlNode, ControlPlaneDown
 from p2p.identity import short
 from p2p.records import NodeRecord
 from p2p.relay_core import Candidate, Command, RelayCore, Release, Reserve
@@ -37,6 +37,7 @@ class RelayHost(Protocol):
     """What this needs of the owner of the libp2p host; p2p.discovery.Discovery is one."""
 
     on_relay_lost: list[Callable[[PeerId], None]]
+    on_connection: list[Callable[[PeerId, bool], None]]
     on_down: list[Callable[[], None]]
 
     async def call(self, command: Callable[[ControlNode], Awaitable[T]]) -> T: ...
@@ -73,6 +74,7 @@ class Relays:
         self._running: asyncio.Task[None] | None = None
         self._closed = False
         host.on_relay_lost.append(self._lost)
+        host.on_connection.append(self._connected)
         host.on_down.append(self._down)
 
     @property
@@ -92,6 +94,7 @@ class Relays:
     def want(self, wanted: bool) -> None:
         """Whether this process needs relays: nobody can dial it. Until this is called, it has none."""
         self._do(self._core.want(wanted, self._now()))
+        self._wake.set()
         if wanted and self._running is None:
             self._running = asyncio.get_running_loop().create_task(self._run())
 
@@ -105,12 +108,13 @@ class Relays:
 
     async def _run(self) -> None:
         while True:
+            self._wake.clear()
             with contextlib.suppress(FusionError):
                 self._round_trips = await self._host.call(lambda node: node.round_trips())
+                self._do(self._core.host_up(self._now()))
             self._do(self._core.offer(self._candidates(), self._now()))
             due = self._core.next_timer()
             pause_s = LOOK_INTERVAL_S if due is None else min(max(due - self._now(), 0.05), LOOK_INTERVAL_S)
-            self._wake.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._wake.wait()
@@ -138,17 +142,21 @@ class Relays:
             self._told = addresses
             _log.info("reachable through relays", relays=[short(relay) for relay in self._core.held])
             self._on_change()
-        self._wake.set()
 
     async def _carry_out(self, command: Command) -> None:
         match command:
             case Reserve(relay, addresses):
                 for address in addresses:
-                    duration_s = await self._reserve(address)
+                    try:
+                        duration_s = await self._reserve(address)
+                    except ControlPlaneDown:  # which _down tells of
+                        return
                     if duration_s is not None:
                         self._do(self._core.reserved(relay, address, duration_s, self._now()))
+                        self._wake.set()
                         return
                 self._do(self._core.refused(relay, self._now()))
+                self._wake.set()
             case Release(relay):
                 with contextlib.suppress(FusionError):
                     await self._host.call(lambda node: node.release(relay))
@@ -157,6 +165,8 @@ class Relays:
         try:
             async with asyncio.timeout(RESERVE_TIMEOUT_S):
                 return await self._host.call(lambda node: node.reserve(address))
+        except ControlPlaneDown:
+            raise
         except (FusionError, TimeoutError) as error:
             _log.debug("no reservation", relay=str(address), error=type(error).__name__, why=str(error))
             return None
@@ -164,11 +174,22 @@ class Relays:
     def _lost(self, relay: PeerId) -> None:
         _log.info("a relay is gone", relay=short(relay))
         self._do(self._core.lost(relay, self._now()))
+        self._wake.set()
+
+    def _connected(self, peer: PeerId, is_connected: bool) -> None:
+        """A relay with which there is a connection again shall not wait for the next look: somebody may be waiting who
+        comes through it. And whoever is connected shows that the host runs again."""
+        if is_connected and self._running is not None:
+            commands = self._core.connected(peer, self._now())
+            self._do(commands)
+            if commands or not self._core.is_host_up:
+                self._wake.set()
 
     def _down(self) -> None:
         for task in self._tasks:
             task.cancel()
-        self._do(self._core.all_lost(self._now()))
+        self._core.host_down()
+        self._do([])
 
     def _now(self) -> MonotonicS:
         return MonotonicS(asyncio.get_running_loop().time())

@@ -45,6 +45,7 @@ class LoopbackHost:
         self.on_stream: Callable[[IncomingStream], None] | None = None
         self.on_down: list[Callable[[], None]] = []
         self.on_path: list[Callable[[PeerId, PathKind], None]] = []
+        self.on_connection: list[Callable[[PeerId, bool], None]] = []
         self.on_relay_lost: list[Callable[[PeerId], None]] = []
         self.addresses: list[str] = []
         self.num_downs = 0
@@ -110,7 +111,7 @@ class LoopbackHost:
         hooks = HostHooks(
             sequence_of=_no_sequence,
             on_request=lambda protocol, peer, request, answer: answer(None),
-            on_connection=lambda peer, connected: None,
+            on_connection=lambda peer, connected: self._post(self._tell_connection, peer, connected),
             on_stream=lambda stream: self._post(self._take_stream, stream),
             on_path=lambda peer, path: self._post(self._tell_path, peer, path),
             on_relay_lost=lambda peer: self._post(self._tell_relay_lost, peer),
@@ -128,6 +129,10 @@ class LoopbackHost:
     def _tell_path(self, peer: PeerId, path: PathKind) -> None:
         for listener in self.on_path:
             listener(peer, path)
+
+    def _tell_connection(self, peer: PeerId, connected: bool) -> None:
+        for listener in self.on_connection:
+            listener(peer, connected)
 
     def _tell_relay_lost(self, peer: PeerId) -> None:
         for listener in self.on_relay_lost:

@@ -142,13 +142,53 @@ def test_a_relay_that_fails_to_renew_is_given_up_at_once() -> None:
     assert shell.core.addresses == []
 
 
-def test_a_lost_relay_without_replacement_is_asked_again_soon() -> None:
+def test_a_lost_relay_without_replacement_is_asked_again_at_once_and_then_soon() -> None:
+    """The way to it may have changed, as when a router gets another address."""
     shell = Shell()
     shell.start(candidate(0))
+    shell.advance(RETRY_FIRST_S)
+    shell.do(shell.core.lost(PEERS[0], shell.now))
+    assert shell.core.held == [PEERS[0]]
+    shell.refusing.add(PEERS[0])
+    shell.advance(RETRY_FIRST_S)
     shell.do(shell.core.lost(PEERS[0], shell.now))
     assert shell.core.held == []
+    shell.refusing.clear()
     shell.advance(RETRY_FIRST_S)
     assert shell.core.held == [PEERS[0]]
+
+
+def test_a_relay_that_is_lost_whenever_it_has_agreed_is_not_asked_without_pause() -> None:
+    shell = Shell()
+    shell.start(candidate(0))
+    for _ in range(20):
+        shell.do(shell.core.lost(PEERS[0], shell.now))
+    assert len(shell.asked) == 1
+
+
+def test_a_relay_that_was_lost_is_asked_after_others() -> None:
+    for seed in range(10):
+        shell = Shell(seed)
+        shell.start(*map(candidate, range(NUM_RELAYS + 2)))
+        shell.advance(RETRY_FIRST_S)
+        gone = shell.core.held[0]
+        shell.do(shell.core.lost(gone, shell.now))
+        assert shell.asked[-1] != gone
+
+
+def test_a_relay_that_rests_is_asked_at_once_when_there_is_a_connection_with_it_again() -> None:
+    shell = Shell()
+    shell.refusing.add(PEERS[0])
+    shell.start(candidate(0))
+    shell.advance(RETRY_MAX_S)
+    num_asked = len(shell.asked)
+    shell.refusing.clear()
+    shell.do(shell.core.connected(PEERS[1], shell.now))
+    assert len(shell.asked) == num_asked
+    shell.do(shell.core.connected(PEERS[0], shell.now))
+    assert shell.core.held == [PEERS[0]]
+    shell.do(shell.core.connected(PEERS[0], shell.now))
+    assert len(shell.asked) == num_asked + 1
 
 
 def test_pauses_between_refusals_grow_and_stay_bounded() -> None:
@@ -198,9 +238,15 @@ def test_a_relay_that_is_held_outlives_its_record() -> None:
 def test_a_host_that_is_started_anew_asks_again() -> None:
     shell = Shell()
     shell.start(candidate(0))
-    shell.do(shell.core.all_lost(shell.now))
-    assert shell.asked == [PEERS[0], PEERS[0]]
-    assert shell.core.held == [PEERS[0]]
+    shell.core.host_down()
+    shell.do(shell.core.offer([candidate(0), candidate(1)], shell.now))
+    shell.do(shell.core.want(True, shell.now))
+    shell.advance(10 * RENEW_S)
+    assert shell.asked == [PEERS[0]], "there is no host to ask with"
+    assert shell.core.addresses == []
+    assert shell.core.next_timer() is None
+    shell.do(shell.core.host_up(shell.now))
+    assert sorted(shell.core.held) == sorted(PEERS[:2])
 
 
 def test_we_are_not_our_own_relay() -> None:
