@@ -13,6 +13,7 @@ import libp2p.kad_dht.kad_dht as kad_dht
 import libp2p.kad_dht.peer_routing as kad_peer_routing
 import libp2p.kad_dht.provider_store as kad_provider_store
 import libp2p.kad_dht.value_store as kad_value_store
+import libp2p.network.connection.swarm_connection as swarm_connection
 import libp2p.network.swarm as libp2p_swarm
 import libp2p.protocol_muxer.multiselect_communicator as multiselect_communicator
 import multiaddr
@@ -44,6 +45,7 @@ from p2p.libp2p_adapter.claims import (
     update_from_identify,
 )
 from p2p.libp2p_adapter.dialing import DIAL_TIMEOUT_S
+from p2p.libp2p_adapter.inbound import BoundedConnection
 from p2p.libp2p_adapter.multiaddrs import parts_of, tcp
 from p2p.libp2p_adapter.muxing import BoundedYamux
 from p2p.libp2p_adapter.private_network import protected
@@ -52,7 +54,11 @@ from p2p.libp2p_adapter.rebinding import rebind
 KAD_PROTOCOL = TProtocol("/fusion/kad/1.0.0")
 MAX_MULTISTREAM_BYTES = 64 * 1024
 MAX_CONNECTIONS = 256
-MAX_STREAMS = 1024
+MAX_STREAMS = 4096
+"""In both directions, and as many as the 64 connections of one host can take."""
+
+NEGOTIATE_TIMEOUT_S = 3.0
+"""For a stream that comes in to say which protocol it speaks. Two round trips through a relay, and a margin."""
 
 MAX_DHT_MESSAGE_BYTES = 256 * 1024
 """200 providers and 20 peers with eight addresses of the longest kind each take 239,000."""
@@ -122,6 +128,7 @@ rebind(  # traps 36 to 38
 rebind("read_varint_prefixed_bytes_limited", read_dht_request, kad_dht)
 rebind("read_length_prefixed_protobuf", read_identify, basic_host)
 rebind("update_peerstore_from_identify", update_from_identify, basic_host)
+rebind("SwarmConn", BoundedConnection, swarm_connection)  # trap 39
 rebind("new_protected_conn", protected, libp2p_swarm)  # traps 21 to 24
 
 
@@ -152,6 +159,7 @@ def make_host(config: HostConfig, listen: list[multiaddr.Multiaddr]) -> Any:
             high_watermark=MAX_CONNECTIONS,
             max_connections=MAX_CONNECTIONS,
             dial_timeout=DIAL_TIMEOUT_S,
+            inbound_stream_protocol_negotiation_timeout=NEGOTIATE_TIMEOUT_S,
         ),
         addrs_factory=_advertised,
         # What peers claim to see us under is hearsay, and a liar would change what we advertise.

@@ -1,8 +1,9 @@
-"""Yamux as this program uses it: bounded memory per stream, and fewer bytes and calls per message (traps 33 to 35).
+"""Yamux as this program uses it: bounded memory per stream and connection, fewer bytes and calls (traps 33 to 35, 39).
 
 The library lets every stream's window grow to 16 MiB, takes what a peer sends beyond it all the same, and answers every
 read with a window update. Here a stream that carries bulk gets one window of WINDOW_BYTES, renewed by halves, and one
-that does not gets none beyond the 256 KiB that the protocol begins with.
+that does not gets none beyond the 256 KiB that the protocol begins with. All streams of a connection together have
+bounds of their own, because a peer can open as many as it likes, and fill those that nobody reads.
 
 Importing this module changes the library, as p2p.libp2p_adapter.hardening does.
 """
@@ -25,6 +26,17 @@ WINDOW_BYTES = 1 << 20
 """What a peer may send before somebody reads. A round trip of 100 ms then still carries 10 MB/s, and 64 streams of a
 hostile peer hold 64 MiB, where the library's would hold 1 GiB."""
 
+MAX_INCOMING_STREAMS = 64
+"""Of one connection. A relay with all of one peer's 16 circuits, in both directions, has 40, and half as many again of
+requests, look-ups and data."""
+
+MAX_WIDENED_BYTES = 3 << 20
+"""By which the windows of all streams of a connection together may exceed the first 256 KiB: four that carry bulk at
+once have the largest window."""
+
+MAX_BUFFERED_BYTES = 8 << 20
+"""Of one connection, come in and not read. These four windows, and those of 16 circuits whose far ends are slow."""
+
 MAX_FRAME_BYTES = 65_519
 """With its header: what one Noise message holds (65,535 less its tag). A full frame of the library's takes two."""
 
@@ -45,24 +57,66 @@ class BoundedStream(YamuxStream):  # type: ignore[misc]
         left = self.recv_window + buffered
         if left > self.target_recv_window // 2:
             return
-        self.target_recv_window = WINDOW_BYTES
-        grant = WINDOW_BYTES - left
-        self.recv_window += grant
-        await self.send_window_update(grant)
+        self.target_recv_window = self.conn.window_of(self)
+        grant = self.target_recv_window - left
+        if grant >= self.target_recv_window // 2:
+            self.recv_window += grant
+            await self.send_window_update(grant)
 
 
 class _Buffer(bytearray):
     """Of one stream. The library counts a window that is overdrawn, and does nothing about it."""
 
+    buffers: _Buffers
+
     def extend(self, data: Any) -> None:
         if len(self) + len(data) > WINDOW_BYTES + DEFAULT_WINDOW_SIZE:
             raise ConnectionClosedError("the peer sends more than its window")
+        self.buffers.come(len(data))
         super().extend(data)
 
 
 class _Buffers(dict[int, bytearray]):
+    """Of all streams of a connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._at_most_bytes = 0
+        """What is in them if nothing has been read since it was last counted."""
+
     def __setitem__(self, stream_id: int, buffer: bytearray) -> None:
-        super().__setitem__(stream_id, _Buffer(buffer))
+        bounded = _Buffer(buffer)
+        bounded.buffers = self
+        super().__setitem__(stream_id, bounded)
+
+    def come(self, num_bytes: int) -> None:
+        self._at_most_bytes += num_bytes
+        if self._at_most_bytes > MAX_BUFFERED_BYTES:
+            self._at_most_bytes = num_bytes + sum(map(len, self.values()))
+            if self._at_most_bytes > MAX_BUFFERED_BYTES:
+                # The one error in which the library closes the connection, from wherever in its reader it comes.
+                raise trio.TooSlowError("the peer sends more on all its streams than is read")
+
+
+class _Arrivals:
+    """Takes the place of the channel to which the library's reader hands the streams that a peer opens.
+
+    That one holds ten. With nobody to take them, the reader would wait, and with somebody there is no end to them.
+    """
+
+    def __init__(self, conn: BoundedYamux, channel: trio.MemorySendChannel[YamuxStream]) -> None:
+        self._conn = conn
+        self._channel = channel
+
+    async def send(self, stream: YamuxStream) -> None:
+        num_open = sum(not each.is_initiator for each in self._conn.streams.values())
+        if num_open > MAX_INCOMING_STREAMS:
+            await stream.reset()
+        else:
+            await self._channel.send(stream)
+
+    def close(self) -> None:
+        self._channel.close()
 
 
 class BoundedYamux(Yamux):  # type: ignore[misc]
@@ -71,6 +125,24 @@ class BoundedYamux(Yamux):  # type: ignore[misc]
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self.stream_buffers: dict[int, bytearray] = _Buffers()
+        channel: trio.MemorySendChannel[YamuxStream] = self.new_stream_send_channel
+        self.new_stream_send_channel: Any = _Arrivals(self, channel)
+
+    def window_of(self, stream: BoundedStream) -> int:
+        """How much a peer may send on a stream before more is read, as things are on the others."""
+        widened = sum(
+            max(0, each.recv_window + len(self.stream_buffers.get(each.stream_id, b"")) - DEFAULT_WINDOW_SIZE)
+            for each in self.streams.values()
+            if each is not stream
+        )
+        left = max(0, MAX_WIDENED_BYTES - widened)
+        return int(DEFAULT_WINDOW_SIZE + min(left, WINDOW_BYTES - DEFAULT_WINDOW_SIZE))
+
+    def _finalize_stream_locked(self, stream: YamuxStream, *, fully_closed: bool) -> None:
+        # Nobody reads what came before a reset. The library keeps it, and the stream, for another minute.
+        if fully_closed and stream.reset_received:
+            self.stream_buffers.pop(stream.stream_id, None)
+        super()._finalize_stream_locked(stream, fully_closed=fully_closed)
 
     async def _write_frame(self, data: bytes) -> None:
         async with self._write_lock:

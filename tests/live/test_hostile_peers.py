@@ -8,6 +8,7 @@ from typing import Any
 
 import multiaddr
 import pytest
+import trio
 from libp2p.custom_types import TProtocol
 from libp2p.identity.identify.pb.identify_pb2 import Identify
 from libp2p.kad_dht.pb.kademlia_pb2 import Message
@@ -16,12 +17,17 @@ from libp2p.peer.peerstore import create_signed_peer_record
 from libp2p.utils.varint import encode_uvarint, read_varint_prefixed_bytes_limited
 
 from fusion_node.errors import PeerError
+from p2p.libp2p_adapter.connections import stream_on
 from p2p.libp2p_adapter.hardening import KAD_PROTOCOL
-from p2p.libp2p_adapter.messages import closing, translated
+from p2p.libp2p_adapter.messages import closing, read_exactly, translated
 from p2p.libp2p_adapter.multiaddrs import MAX_ADDRESSES_PER_PEER
+from p2p.libp2p_adapter.muxing import MAX_BUFFERED_BYTES, MAX_INCOMING_STREAMS, WINDOW_BYTES
 from tests.libp2p_hosts import LoopbackHost
 
 IDENTIFY_PUSH = TProtocol("/ipfs/id/push/1.0.0")
+
+TEST = TProtocol("/fusion/test/1")
+PATIENCE_S = 20.0
 
 Start = Callable[..., Awaitable[LoopbackHost]]
 
@@ -135,3 +141,125 @@ async def test_nothing_is_remembered_of_who_has_disconnected(start: Start) -> No
         return [len(cache) for cache in caches]
 
     assert await node.call(end) == await visitor.call(end) == [0, 0, 0]
+
+
+def connection_with(node: Any, other: LoopbackHost) -> Any:
+    return node._host.get_network().get_connections(ID.from_base58(other.peer))[0]
+
+
+async def open_many(node: Any, other: LoopbackHost, num_streams: int) -> list[Any]:
+    """Streams on which nothing is said. Who means to do harm does not keep to the library's own limit."""
+    muxed = connection_with(node, other).muxed_conn
+    muxed.stream_backlog_semaphore = trio.Semaphore(num_streams)
+    return [await muxed.open_stream() for _ in range(num_streams)]
+
+
+async def say_hello(node: Any, other: LoopbackHost) -> bytes:
+    with trio.fail_after(PATIENCE_S):
+        stream = await stream_on(node._host, connection_with(node, other), TEST)
+        async with closing(stream):
+            await stream.write(b"hello")
+            return await read_exactly(stream, 5)
+
+
+async def serve_hello(node: Any) -> None:
+    async def echo(stream: Any) -> None:
+        with translated("a peer"):
+            async with closing(stream):
+                await stream.write(await read_exactly(stream, 5))
+
+    node._host.set_stream_handler(TEST, echo)
+
+
+async def test_who_opens_streams_without_end_gets_a_share_and_then_resets(start: Start) -> None:
+    node, bystander, flooder = await start(), await start(), await start()
+    await node.call(serve_hello)
+    await connect(bystander, node)
+    await connect(flooder, node)
+
+    async def num_open(host: Any) -> int:
+        connection = connection_with(host, flooder)
+        return max(len(connection.muxed_conn.streams), len(connection.get_streams()))
+
+    async def flood(host: Any) -> int:
+        streams = await open_many(host, node, 4 * MAX_INCOMING_STREAMS)
+        with trio.fail_after(PATIENCE_S):
+            while sum(stream.closed for stream in streams) < 3 * MAX_INCOMING_STREAMS:  # noqa: ASYNC110
+                await trio.sleep(0.01)
+        return sum(not stream.closed for stream in streams)
+
+    # As many as there are, less what the library has open with it itself.
+    assert MAX_INCOMING_STREAMS - 4 <= await flooder.call(flood) <= MAX_INCOMING_STREAMS
+    assert await node.call(num_open) <= MAX_INCOMING_STREAMS + 4
+    assert await bystander.call(lambda host: say_hello(host, node)) == b"hello"
+
+    async def until_they_end(host: Any) -> None:
+        with trio.fail_after(PATIENCE_S):
+            while await num_open(host):  # noqa: ASYNC110  # of the library, which sets no event here
+                await trio.sleep(0.05)
+
+    await node.call(until_they_end)
+    assert await flooder.call(lambda host: say_hello(host, node)) == b"hello"
+
+
+async def test_who_fills_many_streams_loses_the_connection(start: Start) -> None:
+    node, bystander, flooder = await start(), await start(), await start()
+
+    async def ignore(host: Any) -> None:
+        async def sleep(stream: Any) -> None:
+            await trio.sleep_forever()
+
+        await serve_hello(host)
+        host._host.set_stream_handler(TProtocol("/fusion/test/silent"), sleep)
+
+    await node.call(ignore)
+    await connect(bystander, node)
+    await connect(flooder, node)
+
+    async def flood(host: Any) -> int:
+        connection, num_bytes = connection_with(host, node), 0
+        with trio.fail_after(PATIENCE_S):
+            while not connection.is_closed:
+                try:
+                    stream = await stream_on(host._host, connection, TProtocol("/fusion/test/silent"))
+                    await stream.write(bytes(250_000))
+                    num_bytes += 250_000
+                except Exception:  # the connection has ended, which the library says in many ways
+                    break
+            await connection.event_closed.wait()
+        return num_bytes
+
+    assert 0 < await flooder.call(flood) < 2 * MAX_BUFFERED_BYTES
+    assert await bystander.call(lambda host: say_hello(host, node)) == b"hello"
+
+
+async def test_bulk_on_more_streams_than_have_the_largest_window_goes_through(start: Start) -> None:
+    node, sender = await start(), await start()
+    size, num_streams = 2 * WINDOW_BYTES, 10
+
+    async def serve(host: Any) -> None:
+        async def swallow(stream: Any) -> None:
+            async with closing(stream):
+                await read_exactly(stream, size)
+                await stream.write(b"!")
+
+        host._host.set_stream_handler(TEST, swallow)
+
+    async def send(host: Any) -> int:
+        answers: list[bytes] = []
+
+        async def one() -> None:
+            stream = await stream_on(host._host, connection_with(host, node), TEST)
+            async with closing(stream):
+                await stream.write(bytes(size))
+                answers.append(await read_exactly(stream, 1))
+
+        with trio.fail_after(PATIENCE_S):
+            async with trio.open_nursery() as nursery:
+                for _ in range(num_streams):
+                    nursery.start_soon(one)
+        return len(answers)
+
+    await node.call(serve)
+    await connect(sender, node)
+    assert await sender.call(send) == num_streams
