@@ -307,6 +307,11 @@ class Discovery:
         return [str(address) for address in dict.fromkeys([*announced, *extra, *best_known])]
 
     @property
+    def local_addresses(self) -> list[str]:
+        """Where this process may be dialled from its own machine and networks, confirmed or not."""
+        return [str(address) for address in self._own_addresses(self.reachability.possible(Plane.CONTROL))]
+
+    @property
     def announced_addresses(self) -> list[str]:
         extra = [str(address) for provider in self.extra_addresses for address in provider()]
         extra = extra[: MAX_ANNOUNCED // 2]
@@ -429,8 +434,8 @@ class Discovery:
         self._core.start(self._moment())
         self._pump()
         if self._config.mdns and not (self._listen and all(is_loopback(host) for host, _ in self._listen)):
-            own = list(map(PeerAddress.parse, self.addresses))
-            self._lan = LanDiscovery(self._identity.peer_id, own, self._found_on_lan, self._swarm_key)
+            self._lan = LanDiscovery(self._identity.peer_id, self._own_on_lan, self._found_on_lan, self._swarm_key)
+            self.reachability.on_change.append(self._lan.addresses_changed)
             self._spawn(self._lan.run())
 
     async def wait_for_peer(self, timeout_s: float) -> None:
@@ -574,6 +579,9 @@ class Discovery:
         log.warning("the libp2p thread runs again")
         self._core.host_resumed(self._moment())
         self._pump()
+
+    def _own_on_lan(self) -> list[PeerAddress]:
+        return list(map(PeerAddress.parse, self.local_addresses))
 
     def _found_on_lan(self, peer: PeerId, addresses: Sequence[PeerAddress]) -> None:
         self._core.found(peer, [str(address) for address in addresses], self._moment())

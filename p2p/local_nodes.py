@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -22,23 +22,40 @@ MAX_NODES = 32
 
 
 @contextlib.contextmanager
-def registered(folder: Path, peer: str, addresses: Sequence[str], swarm: str = PUBLIC_TAG) -> Iterator[None]:
+def registered(
+    folder: Path, peer: str, addresses: Callable[[], Sequence[str]], swarm: str = PUBLIC_TAG
+) -> Iterator[Callable[[], None]]:
     """Tells of a node for as long as the context lasts. Failing to write is no reason not to serve.
 
     Args:
+        addresses: gives those that the node has now.
         swarm: p2p.swarm_key.swarm_tag of the swarm that it is in.
+
+    Yields:
+        What is to be called when the addresses may have changed: it writes the file anew if they have.
     """
     path = folder / f"{peer}.json"
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    written: list[str] | None = None
+
+    def write() -> None:
+        nonlocal written
+        now = list(addresses())
+        if now == written:
+            return
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            temporary.write_text(json.dumps({"pid": os.getpid(), "addresses": now, "swarm": swarm}))
+            temporary.replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+        else:
+            written = now
+
+    write()
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        temporary.write_text(json.dumps({"pid": os.getpid(), "addresses": list(addresses), "swarm": swarm}))
-        temporary.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-    try:
-        yield
+        yield write
     finally:
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 SERVICE_TYPE = "_p2p-fusion._udp.local."
 MAX_ADDRESSES = 8
 RESOLVE_TIMEOUT_MS = 3000
+RETRY_S = 60.0
+"""After multicast was found impossible: a machine may be started before its network is."""
 
 log = logging.getLogger(__name__)
 
@@ -101,6 +103,7 @@ class LanDiscovery:
     """Advertises this peer and reports others, until cancelled.
 
     Args:
+        addresses: gives those of this peer as they are now; ``addresses_changed`` tells that they may be others.
         on_found: called in the event loop, more than once for one peer.
         swarm_key: of the swarm whose members are looked for; None for the public one.
     """
@@ -108,25 +111,58 @@ class LanDiscovery:
     def __init__(
         self,
         peer: PeerId,
-        addresses: Sequence[PeerAddress],
+        addresses: Callable[[], Sequence[PeerAddress]],
         on_found: Callable[[PeerId, Sequence[PeerAddress]], None],
         swarm_key: SwarmKey | None = None,
     ) -> None:
         self._peer = peer
-        # A name needs unicast DNS, loopback leads every other machine to itself, and who is on this network needs no
-        # relay.
-        self._addresses = [
-            a for a in addresses if a.kind in ("ip4", "ip6") and a.via is None and not is_loopback(a.host)
-        ][:MAX_ADDRESSES]
+        self._addresses = addresses
         self._on_found = on_found
         self._words: Words = PublicWords() if swarm_key is None else PrivateWords(swarm_key)
         self._resolving: set[asyncio.Task[None]] = set()
+        self._advertised: list[PeerAddress] = []
+        self._restart = asyncio.Event()
+
+    def addresses_changed(self) -> None:
+        """They may be others now, or the network is up again: with others, all is begun anew."""
+        if self._lan_addresses() != self._advertised:
+            self._restart.set()
+
+    def _lan_addresses(self) -> list[PeerAddress]:
+        """A name needs unicast DNS, loopback leads every other machine to itself, and who is here needs no relay."""
+        found = [
+            each
+            for each in self._addresses()
+            if each.kind in ("ip4", "ip6") and each.via is None and not is_loopback(each.host)
+        ]
+        return sorted(found[:MAX_ADDRESSES], key=str)
 
     async def run(self) -> None:
-        """Runs until cancelled. Where multicast is impossible it logs that and returns."""
+        """Runs until cancelled. Where multicast is impossible it logs that, once, and tries again every minute."""
+        problem = ""
+        while True:
+            self._restart.clear()
+            self._advertised = self._lan_addresses()
+            try:
+                await self._run_once()
+                problem = ""
+            except OSError as error:
+                if str(error) != problem:
+                    problem = str(error)
+                    log.info("no peers from the local network: %s", problem)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(RETRY_S):
+                        await self._restart.wait()
+
+    async def _run_once(self) -> None:
+        """Until the addresses have changed: the sockets are bound to the interfaces that there are.
+
+        Raises:
+            OSError: multicast is impossible.
+        """
         from zeroconf.asyncio import AsyncServiceBrowser, AsyncServiceInfo, AsyncZeroconf
 
-        service_type = self._words.service_type
+        service_type, addresses = self._words.service_type, self._advertised
         name = f"{secrets.token_hex(16)}.{service_type}"
 
         def changed(zeroconf: Zeroconf, service_type: str, name: str, state_change: ServiceStateChange) -> None:
@@ -135,29 +171,23 @@ class LanDiscovery:
                 self._resolving.add(task)
                 task.add_done_callback(self._resolving.discard)
 
+        zeroconf = AsyncZeroconf()
         try:
-            zeroconf = AsyncZeroconf()
-        except OSError as error:
-            log.info("no peers from the local network: %s", error)
-            return
-        try:
-            if self._addresses:
+            if addresses:
                 info = AsyncServiceInfo(
                     service_type,
                     name,
-                    port=self._addresses[0].port,
-                    properties=self._words.write(self._addresses),
+                    port=addresses[0].port,
+                    properties=self._words.write(addresses),
                     server=f"{name.partition('.')[0]}.local.",
-                    addresses=[ipaddress.ip_address(address.host).packed for address in self._addresses],
+                    addresses=[ipaddress.ip_address(address.host).packed for address in addresses],
                 )
                 await zeroconf.async_register_service(info)
             browser = AsyncServiceBrowser(zeroconf.zeroconf, service_type, handlers=[changed])
             try:
-                await asyncio.Event().wait()
+                await self._restart.wait()
             finally:
                 await browser.async_cancel()
-        except OSError as error:
-            log.info("no peers from the local network: %s", error)
         finally:
             for task in self._resolving:
                 task.cancel()

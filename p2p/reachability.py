@@ -66,7 +66,8 @@ class Reachability:
         is_loopback: another than the default only in tests, which have nothing but loopback.
 
     Attributes:
-        on_change: each is called in the event loop when what may be announced has changed, or the verdict has.
+        on_change: each is called in the event loop when what may be announced has changed, or the verdict has, or what
+            addresses there may be.
         dial_back: the side that is asked; its ``answer`` is for PROTOCOL_ID.
     """
 
@@ -133,9 +134,13 @@ class Reachability:
 
     def best_known(self, plane: Plane) -> list[tuple[str, int]]:
         """For people and for this machine: what is confirmed, or else what has not failed, or whatever there is."""
-        found = self.announced(plane)
+        return self.announced(plane) if self._is_confirmed(plane) else self.possible(plane)
+
+    def possible(self, plane: Plane) -> list[tuple[str, int]]:
+        """For this machine and its networks, where an address that is confirmed from outside may lead nowhere: all that
+        has not failed, or whatever there is."""
         candidates = [(each.host, each.port) for each in self._core.candidates(plane)]
-        return found if self._is_confirmed(plane) else [*found, *(each for each in candidates if each not in found)]
+        return list(dict.fromkeys([*self.announced(plane), *candidates]))
 
     def _is_confirmed(self, plane: Plane) -> bool:
         states = (each.state for each in self._core.verdict(self._clock()).addresses if each.plane is plane)
@@ -343,7 +348,8 @@ class Reachability:
     def _tell_changes(self) -> None:
         self._stepped.set()
         verdict = self._core.verdict(self._clock())
-        now = (tuple(self._core.announced()), verdict.overall, verdict.nat)
+        candidates = {(each.plane, each.host, each.port) for each in verdict.addresses}
+        now = (tuple(self._core.announced()), verdict.overall, verdict.nat, candidates)
         if now == self._told:
             return
         self._told = now

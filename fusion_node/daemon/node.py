@@ -177,7 +177,8 @@ class _Starter:
             life.in_the_swarm(view)
             log.info("listening", peer=identity.peer_id, addresses=discovery.addresses)
             if config.mdns:
-                stack.enter_context(registered(run, identity.peer_id, discovery.addresses, swarm_tag(swarm_key)))
+                rewrite = registered(run, identity.peer_id, lambda: discovery.local_addresses, swarm_tag(swarm_key))
+                discovery.reachability.on_change.append(stack.enter_context(rewrite))
             await asyncio.to_thread(importlib.import_module, "fusion_node.daemon.serving_node")
             from fusion_node.daemon.serving_node import ServingNode, load_shard
 

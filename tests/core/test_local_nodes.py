@@ -14,9 +14,24 @@ ADDRESS = "/ip4/127.0.0.1/tcp/4600/p2p/12D3KooW"
 
 def test_a_node_is_found_while_it_runs_and_not_after(tmp_path: Path) -> None:
     assert running(tmp_path / "run") == ()
-    with registered(tmp_path / "run", "a", [ADDRESS]), registered(tmp_path / "run", "b", [ADDRESS + "b"]):
+    with (
+        registered(tmp_path / "run", "a", lambda: [ADDRESS]),
+        registered(tmp_path / "run", "b", lambda: [ADDRESS + "b"]),
+    ):
         assert running(tmp_path / "run") == (ADDRESS, ADDRESS + "b")
     assert running(tmp_path / "run") == ()
+
+
+def test_addresses_that_change_are_written_anew(tmp_path: Path) -> None:
+    addresses = [ADDRESS]
+    with registered(tmp_path, "a", lambda: addresses) as rewrite:
+        written = (tmp_path / "a.json").stat().st_mtime_ns
+        rewrite()
+        assert (tmp_path / "a.json").stat().st_mtime_ns == written, "nothing has changed"
+        addresses = ["/ip4/192.168.1.7/tcp/4600/p2p/12D3KooW"]
+        rewrite()
+        assert running(tmp_path) == tuple(addresses)
+    assert running(tmp_path) == ()
 
 
 def test_the_file_of_a_process_that_was_killed_is_removed(tmp_path: Path) -> None:
@@ -36,12 +51,15 @@ def test_a_damaged_file_is_ignored(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_written_does_not_keep_a_node_from_running(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("a file where the folder should be")
-    with registered(tmp_path / "run", "a", [ADDRESS]):
+    with registered(tmp_path / "run", "a", lambda: [ADDRESS]):
         pass
 
 
 def test_nodes_of_one_swarm_are_not_told_to_another(tmp_path: Path) -> None:
-    with registered(tmp_path, "a", ["/public"]), registered(tmp_path, "b", ["/private"], swarm="0123456789abcdef"):
+    with (
+        registered(tmp_path, "a", lambda: ["/public"]),
+        registered(tmp_path, "b", lambda: ["/private"], swarm="0123456789abcdef"),
+    ):
         assert running(tmp_path) == ("/public",)
         assert running(tmp_path, "0123456789abcdef") == ("/private",)
         assert running(tmp_path, "another") == ()

@@ -1,6 +1,17 @@
+"""mDNS: what is advertised and read, and how it goes on when the network changes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from p2p import mdns
 from p2p.addresses import PeerAddress
 from p2p.identity import Identity
-from p2p.mdns import MAX_ADDRESSES, PrivateWords, PublicWords
+from p2p.mdns import MAX_ADDRESSES, LanDiscovery, PrivateWords, PublicWords
 from p2p.swarm_key import SwarmKey
 
 PEER = Identity.from_seed(bytes(32)).peer_id
@@ -47,3 +58,99 @@ def test_whatever_else_stands_there_is_left_out() -> None:
     assert PublicWords().read({b"dnsaddr": b"\xff\xfe", b"dnsaddr1": b"/ip4/nowhere", b"dnsaddr2": None}) == []
     many: dict[bytes, bytes | None] = {b"dnsaddr%d" % n: str(ADDRESSES[0]).encode() for n in range(100)}
     assert len(PublicWords().read(many)) == 2 * MAX_ADDRESSES
+
+
+class FakeNetwork:
+    """In the place of zeroconf: what is advertised, and how often it was impossible."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_down = False
+        self.num_tries = 0
+        self.advertised: list[str] = []
+        self.is_browsing = False
+        self.stepped = asyncio.Event()
+        for name, fake in (
+            ("AsyncZeroconf", self._zeroconf),
+            ("AsyncServiceBrowser", lambda *arguments, handlers: _Browser(self)),
+            ("AsyncServiceInfo", lambda *arguments, properties, **named: properties),
+        ):
+            monkeypatch.setattr(f"zeroconf.asyncio.{name}", fake)
+
+    def _zeroconf(self) -> _Zeroconf:
+        self.num_tries += 1
+        self.stepped.set()
+        if self.is_down:
+            raise OSError(19, "No such device")
+        return _Zeroconf(self)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10.0):
+            while not condition():
+                await self.stepped.wait()
+                self.stepped.clear()
+
+
+class _Zeroconf:
+    def __init__(self, network: FakeNetwork) -> None:
+        self.zeroconf = None
+        self._network = network
+
+    async def async_register_service(self, properties: dict[str, Any]) -> None:
+        self._network.advertised = list(properties.values())
+
+    async def async_close(self) -> None:
+        self._network.advertised = []
+
+
+class _Browser:
+    def __init__(self, network: FakeNetwork) -> None:
+        self._network = network
+        network.is_browsing = True
+        network.stepped.set()
+
+    async def async_cancel(self) -> None:
+        self._network.is_browsing = False
+
+
+async def test_addresses_that_change_are_advertised(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = FakeNetwork(monkeypatch)
+    addresses = ADDRESSES[:1]
+    lan = LanDiscovery(PEER, lambda: addresses, lambda peer, found: None)
+    running = asyncio.create_task(lan.run())
+    try:
+        await network.until(lambda: network.is_browsing)
+        assert network.advertised == [str(ADDRESSES[0])]
+        addresses = [*ADDRESSES[:1], PeerAddress.of("127.0.0.1", 4600, PEER)]
+        lan.addresses_changed()
+        await asyncio.sleep(0)
+        assert network.num_tries == 1, "nothing has changed that anybody is told"
+        addresses = ADDRESSES[1:]
+        lan.addresses_changed()
+        await network.until(lambda: network.is_browsing and network.num_tries == 2)
+        assert network.advertised == [str(ADDRESSES[1])]
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    assert not network.is_browsing
+    assert not network.advertised
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+async def test_network_that_comes_up_late_is_used(monkeypatch: pytest.MonkeyPatch, is_told: bool) -> None:
+    monkeypatch.setattr(mdns, "RETRY_S", 3600.0 if is_told else 0.0)
+    network = FakeNetwork(monkeypatch)
+    network.is_down = True
+    addresses: list[PeerAddress] = []
+    lan = LanDiscovery(PEER, lambda: addresses, lambda peer, found: None)
+    running = asyncio.create_task(lan.run())
+    try:
+        await network.until(lambda: network.num_tries > 0)
+        network.is_down = False
+        addresses = ADDRESSES[:1]
+        if is_told:
+            lan.addresses_changed()
+        await network.until(lambda: network.is_browsing)
+        assert network.advertised == [str(ADDRESSES[0])]
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)

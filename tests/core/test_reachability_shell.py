@@ -107,6 +107,29 @@ async def test_peer_that_is_met_is_asked_at_once() -> None:
         assert machine.reachability.verdict().overall is Overall.PUBLIC
 
 
+async def test_new_address_is_told_of_before_anybody_has_confirmed_it() -> None:
+    """People, this machine and the local network are told of it at once."""
+    machine = Machine()
+    told: list[list[tuple[str, int]]] = []
+    machine.reachability.on_change.append(lambda: told.append(machine.reachability.best_known(Plane.CONTROL)))
+    machine.control.host = SECOND
+    machine.reachability._network_changed()
+    assert told == [[(SECOND, 4600)]]
+    await asyncio.gather(*machine.reachability._tasks)
+
+
+async def test_address_of_a_network_is_known_there_though_another_one_is_confirmed() -> None:
+    machine = Machine()
+    machine.reachability.operator_says([("203.0.113.9", 4600)])
+    machine.reachability.bound(Plane.CONTROL, [(EVERYWHERE, 4600)])
+    async with running(machine):
+        machine.reachability.peer_met(PeerId("peer"))
+        await until(machine, lambda: ("203.0.113.9", 4600) in machine.reachability.announced(Plane.CONTROL))
+        machine.control.host = SECOND
+        machine.reachability._network_changed()
+        assert (SECOND, 4600) in machine.reachability.possible(Plane.CONTROL)
+
+
 async def test_what_fails_is_settled_too_and_what_nobody_answers_is_not() -> None:
     machine = Machine()
     machine.control.delivers = False
