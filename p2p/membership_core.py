@@ -103,6 +103,13 @@ BOOK_AFTER_S = 3.0
 """Known peers are tried when those named by the user have not answered by then; at once when none is named."""
 
 BOOK_AT_ONCE = 4
+MAX_NEAR = 32
+"""Peers that the local network has told of and that are remembered for it."""
+
+MAX_NEAR_ADDRESSES = 8
+NEAR_FAILURES = 10
+"""Failed dials in a row after which such a peer is forgotten, if others are met: it may have left."""
+
 SAVE_EVERY_S = 60.0
 LONELY_AFTER_S = 10.0
 EXPIRE_EVERY_S = 5.0
@@ -337,14 +344,21 @@ class _Connection:
 
 @dataclass(slots=True)
 class _Contact:
-    """Somebody whom we may dial, with what became of it. Named ones stay; others are forgotten when they rest."""
+    """Somebody whom we may dial, with what became of it. Named ones stay, and those of the local network for a while;
+    others are forgotten when they have rested."""
 
     addresses: tuple[str, ...]
+    near: tuple[str, ...] = ()
+    """What the local network has told last."""
     is_named: bool = False
     is_dialling: bool = False
     num_failures: int = 0
     not_before_s: float = 0.0
     last_failure: str = ""
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys([*self.addresses, *self.near]))
 
 
 @dataclass(slots=True)
@@ -464,7 +478,9 @@ class Membership:
     def ways_in(self) -> list[str]:
         """The addresses that are tried, those named by the user first."""
         named = [text for contact in self._contacts.values() if contact.is_named for text in contact.addresses]
-        return named + [text for entry in self.book.entries() for text in entry.addresses if text not in named]
+        near = [text for contact in self._contacts.values() for text in contact.near]
+        known = [text for entry in self.book.entries() for text in entry.addresses]
+        return list(dict.fromkeys([*named, *near, *known]))
 
     @property
     def named(self) -> list[NamedPeer]:
@@ -582,7 +598,7 @@ class Membership:
             connection.we_dialled = connection.is_sure = True
             if contact is not None:
                 contact.num_failures = 0
-                connection.addresses = contact.addresses
+                connection.addresses = contact.ways
             self._ask(peer, None, MAX_RECORDS if not self._samples else SAMPLE_RECORDS, _Purpose.FIRST, now)
 
     def asked(self, peer: PeerId, request: bytes, now: Moment) -> bytes:
@@ -662,10 +678,14 @@ class Membership:
 
     def found(self, peer: PeerId, addresses: Sequence[str], now: Moment) -> None:
         """A peer that the local network tells of."""
-        if peer != self._own and peer not in self._connections and self._num_wanted(now) > 0:
-            contact = self._contacts.setdefault(peer, _Contact(()))
-            named = contact.addresses if contact.is_named else ()
-            contact.addresses = tuple(dict.fromkeys([*named, *addresses]))
+        if peer == self._own:
+            return
+        contact = self._contacts.setdefault(peer, _Contact(()))
+        contact.near = tuple(dict.fromkeys(addresses))[:MAX_NEAR_ADDRESSES]
+        others = [each for each in self._contacts.values() if each.near and each is not contact]
+        for other in others[: max(0, len(others) + 1 - MAX_NEAR)]:
+            other.near = ()
+        if self._num_wanted(now) > 0:
             self._dial(peer, contact, now)
 
     def joined_dht(self, now: Moment, *, is_done: bool) -> None:
@@ -847,11 +867,12 @@ class Membership:
         self._note("no peer that answers is connected any more; trying those that are known")
         self._timers.set_earlier((_Timer.LONELY, None), now.s + LONELY_AFTER_S)
         for peer, contact in self._contacts.items():
-            contact.not_before_s = min(contact.not_before_s, now.s + self._about(REDIAL_FIRST_S))
             contact.num_failures = 0
+            pause_s = self._about(REDIAL_FIRST_S) if contact.is_named else 0.0
+            contact.not_before_s = min(contact.not_before_s, now.s + pause_s)
             if contact.is_named:
                 self._timers.set_earlier((_Timer.DIAL, peer), contact.not_before_s)
-        self._timers.set_earlier((_Timer.BOOK, None), now.s + REDIAL_FIRST_S)
+        self._timers.set_earlier((_Timer.BOOK, None), now.s + self._about(REDIAL_FIRST_S))
 
     def _on_lonely_due(self, now: Moment) -> None:
         if self.has_met or self._is_lonely or not (self._contacts or self.book.num_peers):
@@ -875,10 +896,10 @@ class Membership:
         num_dialling = sum(other.is_dialling for other in self._contacts.values())
         if contact.is_dialling or peer in self._connections or peer == self._own or num_dialling >= MAX_DIALS:
             return False
-        if not self._is_host_up:
+        if not self._is_host_up or not contact.ways:
             return False
         contact.is_dialling = True
-        self._commands.append(Dial(peer, contact.addresses))
+        self._commands.append(Dial(peer, contact.ways))
         return True
 
     def _on_dial_due(self, peer: PeerId, now: Moment) -> None:
@@ -901,6 +922,8 @@ class Membership:
             self._note(f"bootstrap peer {short(peer)} does not answer, trying on: {error}", is_warning=True)
         contact.num_failures += 1
         contact.last_failure = error
+        if contact.num_failures >= NEAR_FAILURES and self.has_met:
+            contact.near = ()
         longest_s = REDIAL_MAX_S if contact.is_named else REDIAL_MAX_KNOWN_S
         longest_s = REDIAL_MAX_MET_S if self.has_met else longest_s
         pause_s = min(REDIAL_FIRST_S * 2.0 ** min(contact.num_failures, 12), longest_s)
@@ -911,10 +934,20 @@ class Membership:
             # Not faster later: whoever signs records with addresses of others would make us knock there.
             self._timers.set_earlier((_Timer.MESH, None), now.s + self._about(REDIAL_FIRST_S))
 
+    def _dial_near(self, at_most: int, now: Moment) -> int:
+        """Those of the local network that do not rest. Returns how many."""
+        near = [(peer, contact) for peer, contact in self._contacts.items() if contact.near]
+        num = 0
+        for peer, contact in near:
+            if num < at_most and contact.not_before_s <= now.s:
+                num += self._dial(peer, contact, now)
+        return num
+
     def _on_book_due(self, now: Moment) -> None:
-        """Known peers, several at once, while nobody answers."""
+        """Known peers, several at once, while nobody answers, and those of the local network."""
         if self.has_met:
             return
+        self._dial_near(BOOK_AT_ONCE, now)
         self._timers.set((_Timer.BOOK, None), now.s + self._about(MESH_EVERY_S))
         resting = {peer for peer, contact in self._contacts.items() if contact.not_before_s > now.s}
         busy = resting | set(self._connections) | {p for p, c in self._contacts.items() if c.is_dialling} | {self._own}
@@ -926,6 +959,7 @@ class Membership:
         self._timers.set((_Timer.MESH, None), now.s + self._about(MESH_EVERY_S))
         self._forget_contacts(now)
         num_wanted = self._num_wanted(now)
+        num_wanted -= self._dial_near(num_wanted, now)
         candidates = self._candidates(now) if num_wanted > 0 else []
         for candidate in choose(candidates, num_wanted, self._places(), self._chance):
             contact = self._contacts.setdefault(candidate.peer, _Contact(candidate.addresses))
@@ -963,7 +997,7 @@ class Membership:
             self._timers.set_earlier((_Timer.BOOK, None), now.s)  # everybody is tried, as it should be already
             return
         known = {PeerId(e.peer): e.addresses for e in self.book.entries()}
-        known.update({peer: contact.addresses for peer, contact in self._contacts.items() if contact.is_named})
+        known.update({peer: each.addresses for peer, each in self._contacts.items() if each.is_named or each.near})
         lost = [
             peer
             for peer in known
@@ -992,7 +1026,8 @@ class Membership:
     def _forget_contacts(self, now: Moment) -> None:
         """Those that are neither named nor resting nor in use: the table and the book know them."""
         for peer, contact in list(self._contacts.items()):
-            if contact.is_named or contact.is_dialling or peer in self._connections or contact.not_before_s > now.s:
+            is_kept = contact.is_named or bool(contact.near)
+            if is_kept or contact.is_dialling or peer in self._connections or contact.not_before_s > now.s:
                 continue
             if not contact.num_failures or now.s - contact.not_before_s > REDIAL_MAX_MET_S:
                 del self._contacts[peer]
@@ -1015,7 +1050,7 @@ class Membership:
         if connection is not None and connection.addresses:
             return place_of(connection.addresses)
         contact = self._contacts.get(peer)
-        return None if contact is None else place_of(contact.addresses)
+        return None if contact is None else place_of(contact.ways)
 
     def _places(self) -> list[str | None]:
         dialling = [peer for peer, contact in self._contacts.items() if contact.is_dialling]

@@ -21,6 +21,7 @@ from p2p.membership_core import (
     LOW_PEERS,
     MAX_ASKS_OF_ONE,
     MAX_DIALS,
+    MAX_NEAR,
     MAX_REFUSALS,
     MESH_PEERS,
     REDIAL_MAX_S,
@@ -543,6 +544,53 @@ def test_address_on_the_local_network_is_tried_beside_those_that_the_user_named(
     assert dial.addresses == (address_of(FIRST), address_of(FIRST, "192.168.1.7"))
     driver.core.found(THIRD.peer_id, [address_of(THIRD, "192.168.1.8")], driver.moment)
     assert [dial.addresses for dial in driver.take(Dial)] == [(address_of(THIRD, "192.168.1.8"),)]
+
+
+def test_peer_of_the_local_network_that_does_not_answer_is_dialled_again() -> None:
+    driver = Driver()
+    driver.core.found(THIRD.peer_id, [address_of(THIRD, "192.168.1.8")], driver.moment)
+    num_dials = 0
+    while driver.now < 120.0:
+        for dial in driver.take(Dial):
+            assert dial.addresses == (address_of(THIRD, "192.168.1.8"),)
+            driver.core.dialled(dial.peer, driver.moment, error="no route to host")
+            num_dials += 1
+        driver.wait(1.0)
+    assert 5 <= num_dials <= 20
+    assert driver.core.ways_in == [address_of(THIRD, "192.168.1.8")]
+    assert any("running alone" in text for text in warnings(driver))
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_peer_of_the_local_network_is_a_way_back_when_all_others_are_lost(is_wanted: bool) -> None:
+    driver = Driver()
+    others = [FIRST] if is_wanted else OTHERS[10 : 10 + MESH_PEERS]
+    driver.meet(*others)
+    driver.core.found(THIRD.peer_id, [address_of(THIRD, "192.168.1.8")], driver.moment)
+    assert [peer == THIRD.peer_id for peer in driver.dial_through()] == [True] * is_wanted
+    driver.core.connection_closed(THIRD.peer_id, driver.moment)
+    for _ in range(200):
+        driver.wait(1.0)
+        for dial in driver.take(Dial):
+            driver.core.dialled(dial.peer, driver.moment, error="asleep")
+    for other in others:
+        driver.core.connection_closed(other.peer_id, driver.moment)
+    driver.wait(2.0)
+    assert dialled(driver) == {THIRD.peer_id}
+
+
+def test_what_the_local_network_tells_is_bounded_and_forgotten_when_it_fails() -> None:
+    driver = Driver()
+    driver.meet(FIRST)
+    for other in OTHERS[5:55]:
+        driver.core.found(other.peer_id, [address_of(other, "192.168.1.8")] * 50, driver.moment)
+    assert len(driver.core.ways_in) <= MAX_NEAR
+    for _ in range(2000):
+        for dial in driver.take(Dial):
+            driver.core.dialled(dial.peer, driver.moment, error="no route to host")
+        driver.wait(10.0)
+        driver.answer()
+    assert not driver.core.ways_in
 
 
 def test_host_that_went_down_is_entered_and_published_from_anew() -> None:
