@@ -45,8 +45,14 @@ from p2p.upload_core import Upload, bytes_on_wire
 MAX_DECODE_ROWS = 64
 """Rows of a step that still counts as decoding: a speculation tree has fewer, a prefill chunk more."""
 
-MAX_ADDRESSES = 24
-"""That are remembered of one peer: three lists of eight."""
+MAX_PROVEN_ADDRESSES = 8
+"""That are remembered of one peer because they have led to it."""
+
+MAX_UNPROVEN_ADDRESSES = 16
+"""That are remembered of one peer because somebody, perhaps a stranger, has said so."""
+
+MAX_UNPROVEN_PER_CALL = 8
+"""So that nobody displaces all that others have said."""
 
 OnFrame = Callable[[PeerId, AnyMessage, memoryview], None]
 Payload = bytes | bytearray | memoryview
@@ -282,6 +288,7 @@ class Connection:
         ends: of all its links, also those on which the peer has not said Hello.
         epoch: of the newest link that either side has spoken of.
         rank: the highest of a link that was sent on. Lower ones come too late, also when there is no other.
+        proven: addresses that have led to the peer, the newest first.
         error: why it is over.
         suspended_at, suspension: since when and why there is no link.
         ready: done when the first link has brought the peer's Hello.
@@ -307,7 +314,8 @@ class Connection:
         self.ends: list[LinkEnd] = []
         self.epoch = 0
         self.rank = (0, False)
-        self.addresses: list[str] = []
+        self.proven: list[str] = []
+        self._unproven: list[str] = []
         self.features_offered = features
         self.features: frozenset[str] = frozenset()
         self.error: FusionError | None = None
@@ -338,10 +346,24 @@ class Connection:
         self._pings: dict[int, asyncio.Future[float]] = {}
         self._drained: asyncio.Future[None] | None = None
 
+    @property
+    def addresses(self) -> list[str]:
+        """To dial when the link is lost, or when they are better than it: those first that have led to the peer."""
+        return [*self.proven, *self._unproven]
+
     def remember(self, addresses: Iterable[str]) -> None:
-        """Addresses to dial when the link is lost, or when they are better than it. The newest displace the oldest."""
-        known = dict.fromkeys([*addresses, *self.addresses])
-        self.addresses = list(known)[:MAX_ADDRESSES]
+        """Somebody says that the peer is there: the first few of them displace the oldest of the kind.
+
+        They are dialled too, but behind those that have led to the peer, and say nothing about it if they do not. They
+        may come from a plan, and its author must not break a connection that others use as well.
+        """
+        said = [each for each in dict.fromkeys(addresses) if each not in self.proven][:MAX_UNPROVEN_PER_CALL]
+        self._unproven = list(dict.fromkeys([*said, *self._unproven]))[:MAX_UNPROVEN_ADDRESSES]
+
+    def prove(self, address: str) -> None:
+        """This address has led to the peer."""
+        self.proven = list(dict.fromkeys([address, *self.proven]))[:MAX_PROVEN_ADDRESSES]
+        self._unproven = [each for each in self._unproven if each not in self.proven]
 
     def send(self, message: AnyMessage, payload: Payload) -> None:
         """Takes one frame; writes at once what can be written.

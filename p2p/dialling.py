@@ -25,7 +25,8 @@ class DialFailed(PeerUnreachable):
 
     Attributes:
         failures: why, per address.
-        is_refused: every direct address is known to have no listener, and no other address led anywhere.
+        is_refused: every direct address, of those to dial first if there are such, is known to have no listener, and no
+            other address led anywhere.
     """
 
     def __init__(self, peer: PeerId, failures: dict[str, FusionError], *, is_refused: bool) -> None:
@@ -42,14 +43,19 @@ class DialFailed(PeerUnreachable):
         return self
 
 
-async def dial_any(network: Network, peer: PeerId, addresses: Sequence[str], *, timeout_s: float) -> tuple[Link, str]:
+async def dial_any(
+    network: Network, peer: PeerId, addresses: Sequence[str], *, timeout_s: float, first: Sequence[str] = ()
+) -> tuple[Link, str]:
     """A link with ``peer``, and the address that led to it.
+
+    Args:
+        first: those of the addresses that are dialled before the others, also before those of better paths.
 
     Raises:
         DialFailed: none did within ``timeout_s``.
     """
     failures: dict[str, FusionError] = {}
-    waiting = deque(best_first(network, addresses))
+    waiting = deque(dict.fromkeys([*best_first(network, first), *best_first(network, addresses)]))
     running: dict[asyncio.Task[Link], str] = {}
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
@@ -72,7 +78,8 @@ async def dial_any(network: Network, peer: PeerId, addresses: Sequence[str], *, 
         _give_up(running)
     for address in running.values():
         failures[address] = PeerUnreachable(peer, f"{address} did not answer within {timeout_s:g} s")
-    raise DialFailed(peer, failures, is_refused=_is_refused(network, failures))
+    telling = {address: failure for address, failure in failures.items() if not first or address in first}
+    raise DialFailed(peer, failures, is_refused=_is_refused(network, telling))
 
 
 def _is_refused(network: Network, failures: dict[str, FusionError]) -> bool:

@@ -195,7 +195,7 @@ class LinkPool:
 
         Calls for one peer with the same addresses share a dial. Those with other addresses do not: somebody's wrong
         addresses must not be everybody's. The first that succeeds is the connection of all. The addresses are
-        remembered, for when its link is lost.
+        remembered, for when its link is lost, behind those that have led to the peer.
 
         Raises:
             PeerUnreachable: nobody answers at any of the addresses, or the peer is refused by the gate.
@@ -570,7 +570,7 @@ class LinkPool:
                 await link.aclose()
                 raise self._too_many_links()
             connection = self._new_connection(peer)
-        connection.remember([address])
+        connection.prove(address)
         self._start_ticker()
         end = LinkEnd(self, link, self._clock, address=address)
         connection.begin(end)
@@ -609,11 +609,13 @@ class LinkPool:
             connection.dial = self._spawn(self._redial(connection, tuple(addresses), worst_rank))
 
     async def _redial(self, connection: Connection, addresses: tuple[str, ...], worst_rank: int | None) -> None:
+        peer, first = connection.peer, [address for address in addresses if address in connection.proven]
         try:
-            link, address = await dial_any(self._network, connection.peer, addresses, timeout_s=RESUME_S)
+            link, address = await dial_any(self._network, peer, addresses, timeout_s=RESUME_S, first=first)
         except DialFailed as error:
             connection.dial = None
-            if connection.end is None and error.is_refused and isinstance(connection.suspension, PeerClosed):
+            is_refused = bool(first) and error.is_refused  # where it never was, its absence tells nothing
+            if connection.end is None and is_refused and isinstance(connection.suspension, PeerClosed):
                 why = f"{connection.suspension}, and nobody listens where it was"
                 self.fail(connection, PeerClosed(connection.peer, why))
             return

@@ -500,6 +500,44 @@ async def test_link_that_is_cut_again_and_again_under_load_loses_and_repeats_not
     assert ours.pool.counters["resumed"] > 5
 
 
+async def test_addresses_that_others_name_stand_behind_those_that_have_led_to_the_peer(swarm: Swarm) -> None:
+    ours, theirs = await swarm.node(has_relay=True), await swarm.node(has_relay=True)
+    listener = swarm.world.listeners.pop(theirs.address)
+    await ours.pool.connect(theirs.peer, [theirs.relayed_address])
+    await swarm.settle()
+    for number in range(4):
+        await ours.pool.connect(theirs.peer, [f"nowhere{number}:{port}" for port in range(1, 17)])
+    dialled: list[str] = []
+    dial = ours.network.dial
+
+    async def note(address: str, **settings: Any) -> Any:
+        dialled.append(address)
+        return await dial(address, **settings)
+
+    ours.network.dial = note  # type: ignore[method-assign]
+    swarm.world.cut(f"/relay/p2p-circuit/{ours.host}", f"/relay/p2p-circuit/{theirs.host}")
+    ours.pool.send(theirs.peer, StatusRequest(1))
+    await until(lambda: len(theirs.frames) == 1)
+    assert dialled[0] == theirs.relayed_address  # though the others would be a better path
+    assert ours.closed == theirs.closed == []
+    swarm.world.listeners[theirs.address] = listener
+    ours.pool.reconsider(theirs.peer, [theirs.address])
+    await until(lambda: ours.pool.path(theirs.peer) is PathKind.MEMORY)
+    assert len(ours.pool._connections[theirs.peer].addresses) <= 24
+
+
+async def test_absence_from_where_a_peer_never_was_does_not_end_its_connection(swarm: Swarm) -> None:
+    ours, theirs = await swarm.pair()
+    await theirs.pool.connect(ours.peer, ["nowhere:1"])  # who was dialled knows no address of its own
+    listener = swarm.world.listeners.pop(theirs.address)
+    swarm.world.black_hole(ours.host, theirs.host)
+    swarm.world.listeners[theirs.address] = listener
+    for channel in list(swarm.world.channels):
+        channel.abort()
+    await swarm.advance(RESUME_S - TICK_S)
+    assert theirs.closed == []
+
+
 async def test_peer_that_is_killed_is_lost_at_once(swarm: Swarm) -> None:
     ours, theirs = await swarm.pair()
     del swarm.world.listeners[theirs.address]
