@@ -6,8 +6,9 @@ different lanes take turns by priority, so that a decode step waits for one chun
 Where a chunk belongs in its lane is not said: on a link, a lane goes on without gap from where the Hellos said.
 
 Guarantees: every frame that was queued is delivered once, whole, as long as links are made again; frames of one key in
-the order queued. A sender keeps at most what the receiver has granted and not acknowledged, beside what waits in its
-queue, which the shell bounds. A receiver holds at most one unfinished frame per lane, of the lane's limit.
+the order queued. A sender keeps at most what the receiver has granted and not acknowledged, a window and a frame per
+lane, beside what waits in its queue, which the shell bounds. A receiver holds at most one unfinished frame per lane, of
+the lane's limit.
 
 Why order by key holds across lanes: a frame follows the one before it of its key into a less urgent lane if that one
 is not sent yet; else it may begin only when that one has been sent on the present link. A link delivers in order, and a
@@ -32,6 +33,7 @@ dropped by offset. Only frames of one key are ordered, so that a status may over
 from __future__ import annotations
 
 import enum
+import itertools
 import struct
 from collections import deque
 from collections.abc import Hashable, Sequence
@@ -293,11 +295,10 @@ class Transfer:
         """The peer has told what it has received and grants.
 
         Raises:
-            WireError: it cannot be so.
+            WireError: it cannot be so. Nothing is changed then.
         """
+        self._check_told(received, granted)
         for sending, offset, limit in zip(self._out, received, granted, strict=True):
-            if offset > sending.highest:
-                raise WireError("more is acknowledged than was sent")
             sending.granted = max(sending.granted, limit)
             sending.acked = max(sending.acked, offset)
             # A frame that an older link has brought is retained only when this one has brought it as well: the
@@ -314,12 +315,16 @@ class Transfer:
         is sent on an older link after the answer.
 
         Raises:
-            WireError: it cannot be so.
+            WireError: it cannot be so. Nothing is changed then.
         """
-        for sending, offset, limit in zip(self._out, received, granted, strict=True):
-            if offset > sending.highest:
-                raise WireError("more is said to have been received than was sent")
-            offset = max(offset, sending.acked)
+        self._check_told(received, granted)
+        starts = [max(offset, sending.acked) for sending, offset in zip(self._out, received, strict=True)]
+        for sending, offset in zip(self._out, starts, strict=True):
+            frames = itertools.chain(sending.retained, sending.waiting)
+            first = next((each for each in frames if each.stop > offset), None)
+            if first is not None and first.start < offset <= first.start + _LENGTH_BYTES:
+                raise WireError("a frame was received up to within its length")
+        for sending, offset, limit in zip(self._out, starts, granted, strict=True):
             retained, waiting = sending.retained, sending.waiting
             while retained and retained[0].stop <= offset:
                 self._forget(retained.popleft())
@@ -327,8 +332,6 @@ class Transfer:
                 waiting.appendleft(retained.pop())
             while waiting and waiting[0].stop <= offset:
                 self._forget(waiting.popleft())
-            if waiting and waiting[0].start < offset <= waiting[0].start + _LENGTH_BYTES:
-                raise WireError("a frame was received up to within its length")
             sending.sent = sending.acked = offset
             sending.granted = max(sending.granted, limit)
         self.queued_bytes = sum(sending.queued - sending.sent for sending in self._out)
@@ -362,6 +365,15 @@ class Transfer:
             return False
         after = outgoing.after
         return after is None or self._out[after[0]].sent >= after[1]
+
+    def _check_told(self, received: Sequence[int], granted: Sequence[int]) -> None:
+        lanes = zip(self._out, self._limits, received, granted, strict=True)
+        for sending, limits, offset, limit in lanes:
+            if offset > sending.highest:
+                raise WireError("more is said to have been received than was sent")
+            # What is sent is kept until it is acknowledged: who could grant without end could make us keep without end.
+            if limit > offset + limits.window_bytes:
+                raise WireError("more is granted than a window beyond what was received")
 
     def _forget(self, outgoing: _Outgoing) -> None:
         if outgoing.key is not None and self._last_of.get(outgoing.key) is outgoing:

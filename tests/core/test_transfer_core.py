@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import deque
 from collections.abc import Sequence
@@ -502,16 +503,65 @@ def test_acknowledgement_of_what_was_not_sent_is_refused(told: Told) -> None:
         ours.acked(*told)
 
 
+@pytest.mark.parametrize("lane", list(Lane))
+@pytest.mark.parametrize("in_hello", [False, True])
+def test_grant_of_more_than_a_window_is_refused_and_changes_nothing(lane: Lane, in_hello: bool) -> None:
+    world, _ = connected()
+    ours = world.sides[0].transfer
+    ours.queue(lane, None, bytes(1000))
+    drain(ours)
+    received, granted = [0] * NUM_LANES, [each.window_bytes for each in LIMITS]
+    received[lane], granted[lane] = 1004, 1004 + LIMITS[lane].window_bytes + 1
+    take = ours.resume if in_hello else ours.acked
+    before = ours.progress
+    with pytest.raises(WireError, match="window"):
+        take(received, granted)
+    assert (ours.progress, ours.queued_bytes, ours.retained_bytes) == (before, 0, 1004)
+    granted[lane] -= 1
+    take(received, granted)
+    assert ours.retained_bytes == 0
+
+
+def test_peer_that_takes_everything_and_acknowledges_nothing_makes_us_keep_a_window_and_a_frame() -> None:
+    world, _ = connected()
+    ours = world.sides[0].transfer
+    for _ in range(10_000):
+        ours.queue(Lane.CONTROL, None, bytes(1000))
+        drain(ours)
+        with contextlib.suppress(WireError):
+            ours.acked((0,) * NUM_LANES, (2**62,) * NUM_LANES)
+    assert 0 < ours.retained_bytes <= LIMITS[Lane.CONTROL].window_bytes
+
+
+def test_hello_that_cannot_be_in_its_last_lane_changes_no_other() -> None:
+    world, _ = connected()
+    ours = world.sides[0].transfer
+    for lane in Lane:
+        ours.queue(lane, None, bytes(1000))
+    drain(ours)
+    before = (ours.progress, ours.queued_bytes, ours.retained_bytes)
+    for received in ((0, 0, 0, 1005), (1004, 1004, 1004, 2)):
+        with pytest.raises(WireError):
+            ours.resume(received, [each.window_bytes for each in LIMITS])
+        assert (ours.progress, ours.queued_bytes, ours.retained_bytes) == before
+        assert drain(ours) == []
+    for received in ((1004, 0, 0, 1005), (2000, 0, 0, 0)):
+        with pytest.raises(WireError):
+            ours.acked(received, [each.window_bytes for each in LIMITS])
+        assert (ours.progress, ours.queued_bytes, ours.retained_bytes) == before
+
+
 def test_hello_that_is_older_than_an_acknowledgement_or_stands_within_a_length() -> None:
     world, link = connected()
     ours, theirs = (side.transfer for side in world.sides)
+    earlier = theirs.ack()
     for _ in range(2):
         ours.queue(Lane.CONTROL, None, b"1234")
     for segment in drain(ours)[:1]:
         theirs.receive(link.positions[1], segment)  # type: ignore[arg-type]
     received, granted = theirs.ack()
     ours.acked(received, granted)
-    assert ours.resume((0, 0, 0, 0), granted) == (8, 0, 0, 0)  # said before it was acknowledged
+    assert ours.resume(*earlier) == (8, 0, 0, 0)  # said before it was acknowledged
     for wrong in (9, 12, 17):
         with pytest.raises(WireError):
             ours.resume((wrong, 0, 0, 0), granted)
