@@ -140,7 +140,8 @@ class LinkEnd:
         """Our Hello, the first segment of ours. ``sending`` is empty unless it is an answer."""
         transfer = connection.transfer
         self._position = transfer.begin_link()
-        received, granted = transfer.ack()
+        # Whether the link that we dialled comes to anything, only the answer shows.
+        received, granted = transfer.ack() if sending else transfer.tell()
         tokens = connection.token, connection.their_token
         self.post(Hello(*tokens, epoch, received, granted, sending, connection.features_offered))
 

@@ -142,6 +142,7 @@ class _ReceivingLane:
         "max_frame_bytes",
         "received",
         "told",
+        "told_granted",
         "window_bytes",
     )
 
@@ -151,6 +152,7 @@ class _ReceivingLane:
         self.received = 0
         self.granted = limits.window_bytes
         self.told = 0
+        self.told_granted = limits.window_bytes
         self.ack_at = limits.window_bytes >> 3
         self.frame: memoryview | None = None
         self.filled = 0
@@ -453,20 +455,30 @@ class Transfer:
         """What was decrypted to there is no chunk; the frame is as before."""
         view[0] = position.saved
 
-    def ack(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What to tell the peer now: received and granted, per lane."""
-        self.wants_ack = False
+    def tell(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What to tell the peer in a Hello that may come to nothing: received and granted, per lane.
+
+        The peer may use the credit, but is not taken to know of it, nor of what has arrived.
+        """
         for receiving in self._in:
-            receiving.told = receiving.received
-            receiving.ack_at = receiving.received + (receiving.window_bytes >> 3)
             if self._may_grant(receiving):
                 receiving.granted = receiving.received + receiving.window_bytes
         return tuple(r.received for r in self._in), tuple(r.granted for r in self._in)
 
+    def ack(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What to tell the peer now, on the link that is sent on: received and granted, per lane."""
+        told = self.tell()
+        self.wants_ack = False
+        for receiving in self._in:
+            receiving.told, receiving.told_granted = receiving.received, receiving.granted
+            receiving.ack_at = receiving.received + (receiving.window_bytes >> 3)
+        return told
+
     def has_news(self) -> bool:
-        """Whether ``ack`` would tell anything that the peer does not know."""
+        """Whether ``ack`` would tell anything that the peer is not known to know."""
         return any(
             receiving.received != receiving.told
+            or receiving.granted != receiving.told_granted
             or (self._may_grant(receiving) and receiving.granted != receiving.received + receiving.window_bytes)
             for receiving in self._in
         )

@@ -116,3 +116,22 @@ async def test_peer_that_sends_more_than_it_may_is_dropped_and_banned_when_it_do
     assert {type(error) for error in ours.closed} == {RemoteProtocolError}
     assert ours.gate.refuse_peer(theirs.peer, "") == BANNED
     assert ours.pool.is_connected(bystander.peer)
+
+
+async def test_hello_on_a_link_that_is_lost_before_its_answer_is_followed_by_an_acknowledgement(start: Start) -> None:
+    ours, theirs = await start(), await start()
+    await theirs.pool.connect(ours.peer, [ours.address])
+    await until(lambda: ours.pool.is_connected(theirs.peer))
+    for number in range(20):
+        ours.pool.send(theirs.peer, StatusRequest(number))
+    await until(lambda: theirs.num_frames == 20)
+    sending = ours.pool._connections[theirs.peer].transfer
+    assert sending.retained_bytes > 0
+    network = theirs.pool._network
+    link = await network.dial(ours.address, expect=ours.peer, timeout_s=PATIENCE_S)
+    await theirs.pool._begin(link, ours.address)
+    link.abort("the path is gone")
+    await until(lambda: len(theirs.pool._connections[ours.peer].ends) == 1)
+    theirs.pool.tick()
+    await until(lambda: sending.retained_bytes == 0)
+    assert not theirs.closed

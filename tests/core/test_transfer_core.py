@@ -95,7 +95,7 @@ class World:
     def _hello(self, who: int, link: Link, sending: Sequence[int]) -> None:
         transfer = self.sides[who].transfer
         link.positions[who] = transfer.begin_link()
-        link.queues[1 - who].append((*transfer.ack(), sending))
+        link.queues[1 - who].append((*(transfer.ack() if sending else transfer.tell()), sending))
 
     def write(self, who: int, max_bytes: int) -> bool:
         side = self.sides[who]
@@ -533,6 +533,23 @@ def test_peer_that_takes_everything_and_acknowledges_nothing_makes_us_keep_a_win
     assert 0 < ours.retained_bytes <= LIMITS[Lane.CONTROL].window_bytes
 
 
+def test_hello_on_a_link_that_comes_to_nothing_told_nothing() -> None:
+    world, link = connected(SMALL)
+    ours, theirs = (side.transfer for side in world.sides)
+    ours.queue(Lane.PREFILL, None, b"head", bytes(300))
+    theirs.is_restrained = True
+    for segment in drain(ours):
+        theirs.receive(link.positions[1], segment)  # type: ignore[arg-type]
+    ours.acked(*theirs.ack())  # without credit, for the frame is not finished
+    assert drain(ours) == []
+    theirs.is_restrained = False
+    world.cut(world.dial(1))
+    assert theirs.has_news()
+    ours.acked(*theirs.ack())
+    assert not theirs.has_news()
+    assert drain(ours)
+
+
 def test_hello_that_cannot_be_in_its_last_lane_changes_no_other() -> None:
     world, _ = connected()
     ours = world.sides[0].transfer
@@ -554,7 +571,7 @@ def test_hello_that_cannot_be_in_its_last_lane_changes_no_other() -> None:
 def test_hello_that_is_older_than_an_acknowledgement_or_stands_within_a_length() -> None:
     world, link = connected()
     ours, theirs = (side.transfer for side in world.sides)
-    earlier = theirs.ack()
+    earlier = theirs.tell()
     for _ in range(2):
         ours.queue(Lane.CONTROL, None, b"1234")
     for segment in drain(ours)[:1]:
