@@ -26,6 +26,8 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import structlog
+
 from fusion_node.errors import (
     FusionError,
     LocalProtocolError,
@@ -85,6 +87,8 @@ UPGRADE_FIRST_S, UPGRADE_LAST_S = 5.0, 300.0
 """Between attempts at a better path, doubling."""
 
 OnClosed = Callable[[PeerId, FusionError], None]
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,7 +372,7 @@ class LinkPool:
         await asyncio.gather(*(self._say_goodbye(connection, reason) for connection in connections))
         for connection in connections:
             self.fail(connection, LocalProtocolError("this pool of links is closed"))
-        for end in self._strangers:
+        for end in list(self._strangers):
             end.link.abort()
         if self._upload_timer is not None:
             self._upload_timer.cancel()
@@ -381,21 +385,12 @@ class LinkPool:
         absent_s = now - self._last_tick
         self._last_tick = now
         for connection in list(self._connections.values()):
-            if absent_s > ABSENT_AFTER_S:
-                self._excuse(connection, absent_s, now)
-            self._look(connection, now)
-            for end in connection.ends:
-                if (end.is_retired or not end.is_introduced) and now - end.since > HELLO_TIMEOUT_S:
-                    end.link.abort("the peer did not say Hello, or was to close the link and did not")
-            if connection.end is None:
-                self._wait_for_link(connection, now)
-            else:
-                self._watch(connection, connection.end, now)
-        for end in self._strangers:
+            self._guarded(self._tend, connection, absent_s, now)
+        for end in list(self._strangers):
             if now - end.since > HELLO_TIMEOUT_S:
                 self._refused["no-hello"] += 1
                 end.link.abort("the peer did not say Hello")
-        self._bound_unfinished()
+        self._guarded(self._bound_unfinished)
 
     # Owner: what happens on the links.
 
@@ -428,10 +423,11 @@ class LinkPool:
     def fail(self, connection: Connection, error: FusionError) -> None:
         """See Owner.fail."""
         peer = connection.peer
-        if self._connections.get(peer) is not connection:
+        if not self._has(connection):
             return
-        self._gate.report_failure(peer, next((_host_of(end.link) for end in connection.ends), None), error)
         del self._connections[peer]
+        host = next((_host_of(end.link) for end in connection.ends), None)
+        self._guarded(self._gate.report_failure, peer, host, error)
         connection.over(error)
         if connection.dial is not None:
             connection.dial.cancel()
@@ -446,7 +442,7 @@ class LinkPool:
                 end.link.abort(str(error))
             self._spawn(end.link.aclose())
         if connection.is_established and not self._closed:
-            self._on_closed(peer, error)
+            self._guarded(self._on_closed, peer, error)
 
     def wait_for_upload(self) -> None:
         """See Owner.wait_for_upload."""
@@ -622,7 +618,7 @@ class LinkPool:
         finally:
             connection.dial = None
         is_worse = worst_rank is not None and connection.end is not None and link.path.rank > worst_rank
-        if is_worse or self._connections.get(connection.peer) is not connection:
+        if is_worse or not self._has(connection):
             await link.aclose()
             return
         with contextlib.suppress(PeerUnreachable):
@@ -648,15 +644,16 @@ class LinkPool:
         if self._is_full():
             connection = self._longest_idle()
             if connection is None:
-                return False
+                return not self._is_full()  # the look may have ended one
             why = f"peer {short(connection.peer)} was idle, and its link is needed for another"
             self.fail(connection, PeerClosed(connection.peer, why))
         return True
 
     def _longest_idle(self) -> Connection | None:
         now = self._clock()
-        for connection in self._connections.values():
-            self._look(connection, now)
+        for connection in list(self._connections.values()):  # a look may end it, and that others
+            if self._has(connection):
+                self._look(connection, now)
         idle = [
             each
             for each in self._connections.values()
@@ -665,7 +662,7 @@ class LinkPool:
         return min(idle, key=lambda each: each.last_used, default=None)
 
     def _check_room(self) -> None:
-        if self._is_full() and self._longest_idle() is None:
+        if self._is_full() and self._longest_idle() is None and self._is_full():  # the look may have ended one
             raise self._too_many_links()
 
     def _too_many_links(self) -> ResourceExhausted:
@@ -682,6 +679,34 @@ class LinkPool:
         while True:
             await asyncio.sleep(TICK_S)
             self.tick()
+
+    def _guarded(self, call: Callable[..., object], *args: object) -> None:
+        """Calls what also asks the pool's owner and the gate. A bug of theirs must not end what watches all peers."""
+        try:
+            call(*args)
+        except Exception as error:  # noqa: BLE001 - a bug above: timers and the end of other peers go on
+            # Without the exception's text, which may quote what a peer sent.
+            _log.error("what watches the links failed", where=getattr(call, "__name__", ""), error=type(error).__name__)
+
+    def _has(self, connection: Connection) -> bool:
+        return self._connections.get(connection.peer) is connection
+
+    def _tend(self, connection: Connection, absent_s: float, now: float) -> None:
+        """All timers of one connection, unless it has ended because another one has."""
+        if not self._has(connection):
+            return
+        if absent_s > ABSENT_AFTER_S:
+            self._excuse(connection, absent_s, now)
+        self._look(connection, now)
+        for end in list(connection.ends):
+            if (end.is_retired or not end.is_introduced) and now - end.since > HELLO_TIMEOUT_S:
+                end.link.abort("the peer did not say Hello, or was to close the link and did not")
+        if not self._has(connection):
+            return
+        if connection.end is None:
+            self._wait_for_link(connection, now)
+        else:
+            self._watch(connection, connection.end, now)
 
     def _watch(self, connection: Connection, end: LinkEnd, now: float) -> None:
         """A connection with a link: signs of life, acknowledgements, stalls."""
@@ -794,7 +819,7 @@ class LinkPool:
             async with asyncio.timeout(GOODBYE_S):
                 if connection.end is not None:
                     await connection.drain()
-        for end in connection.ends:
+        for end in list(connection.ends):
             end.post(Goodbye(reason[:512]))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -42,6 +42,7 @@ CATCHES_EVERYTHING: dict[str, tuple[int, str]] = {
     "p2p/libp2p_adapter/runner.py": (1, "a bridged call's failure must not be the host's end"),
     "p2p/bridge.py": (2, "the death of libp2p's thread is a value, and so is a failed restart"),
     "p2p/connection.py": (1, "a bug above the handler of frames costs one peer, not the node"),
+    "p2p/links.py": (1, "a bug above the pool must not end what watches all peers"),
     "p2p/websocket.py": (1, "hands on what was thrown in, as a generator's `throw` does"),
 }
 

@@ -864,6 +864,42 @@ async def test_full_pool_gives_up_the_peer_that_has_only_pinged_for_longest(swar
     assert busy.closed == newcomer.closed == []
 
 
+async def test_full_pool_that_drops_a_peer_while_it_looks_for_room_goes_on(swarm: Swarm) -> None:
+    gate = Doorman()
+    small = await swarm.node(max_links=3, gate=gate)
+    loud, *others = [await swarm.node() for _ in range(4)]
+    for node in (loud, *others[:2]):
+        await node.pool.connect(small.peer, [small.address])
+        await swarm.settle()
+    gate.max_messages = 5
+    for number in range(10):
+        loud.pool.send(small.peer, StatusRequest(number))
+    await swarm.settle()
+    await small.pool.connect(others[2].peer, [others[2].address])
+    assert [peer for peer, _ in small.closed] == [loud.peer]
+    assert small.pool.counters["links"] == 3
+
+
+async def test_bug_above_the_pool_does_not_end_what_watches_all_peers(swarm: Swarm) -> None:
+    ours, theirs = await swarm.pair()
+    other = await swarm.node()
+    await ours.pool.connect(other.peer, [other.address])
+    await swarm.settle()
+
+    def fail_with(peer: PeerId, error: FusionError) -> None:
+        raise RuntimeError("a secret")
+
+    ours.pool._on_closed = fail_with
+    for peer in (theirs, other):
+        swarm.world.black_hole(ours.host, peer.host)
+    with capture_logs() as logs:
+        await swarm.advance(DEAD_AFTER_S + RESUME_S + 2 * TICK_S)
+    assert ours.pool.counters["peers"] == 0
+    failures = [log for log in logs if log["log_level"] == "error"]
+    assert [log["error"] for log in failures] == ["RuntimeError"] * 2
+    assert "secret" not in str(logs)
+
+
 async def test_full_pool_keeps_idle_peers_that_are_needed(swarm: Swarm) -> None:
     small = await swarm.node(max_links=1, is_needed=lambda peer: True)
     idle, newcomer = await swarm.node(), await swarm.node()
