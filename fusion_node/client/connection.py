@@ -53,7 +53,7 @@ from p2p.paths import RoutedNetwork
 from p2p.peer_book import path_of
 from p2p.puzzle import PuzzleChecker, check_bits, default_bits
 from p2p.records import NodeRecord, dialled_at
-from p2p.seam import Network
+from p2p.seam import Network, PathKind
 from p2p.swarm_key import SwarmKey, swarm_tag
 from p2p.websocket import WebSocketNetwork
 
@@ -161,6 +161,8 @@ class SwarmConnection:
             features=(FEATURE,),
         )
         gate.on_change(self.links.drop_refused)
+        if isinstance(self._discovery, Discovery):
+            self._discovery.on_path.append(self._path_changed)
         self.bandwidth = BandwidthMeter(self.links)
         self.compressor = Compressor(rate_Bps=self.links.delivery_rate_Bps, features=self.links.features)
         self._sessions: dict[bytes, tuple[SessionHandler, LostHandler]] = {}
@@ -271,6 +273,11 @@ class SwarmConnection:
             return MeasuredNode(record, known_s if known_s is not None else await self.links.round_trip(peer))
         except PeerError as error:
             return MeasuredNode(record, None, str(error))
+
+    def _path_changed(self, peer: PeerId, path: PathKind) -> None:
+        """A hole was punched, so the link through a relay goes over to the direct connection."""
+        if path is PathKind.STREAM:
+            self.links.reconsider(peer, [f"/p2p/{peer}"])
 
     def _on_frame(self, peer: PeerId, message: AnyMessage, payload: memoryview) -> None:
         match message:

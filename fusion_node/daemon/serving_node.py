@@ -49,7 +49,7 @@ from p2p.identity import Identity
 from p2p.links import LinkPool
 from p2p.reachability_verdict import Plane
 from p2p.records import PROTOCOL_VERSION, NodeRecord, ShardRecord, sign_record
-from p2p.seam import Network
+from p2p.seam import Network, PathKind
 from p2p.websocket import join_address
 from scheduler.placement import choose_layers
 
@@ -343,6 +343,7 @@ class ServingNode:
             features=(FEATURE,),
         )
         self._server.attach(self._pool)
+        discovery.on_path.append(self._path_changed)
         loop = asyncio.get_running_loop()
         # Not from within what the pool is doing when it reports a breach.
         gate.on_change(lambda: _post(loop, self._pool.drop_refused))
@@ -431,6 +432,11 @@ class ServingNode:
     def _announced_addresses(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         data = self._reachability.announced(Plane.DATA)[:MAX_ADDRESSES]
         return tuple(join_address(*each) for each in data), tuple(self._discovery.announced_addresses)
+
+    def _path_changed(self, peer: PeerId, path: PathKind) -> None:
+        """A hole was punched, so links through a relay go over to the direct connection."""
+        if path is PathKind.STREAM:
+            self._pool.reconsider(peer, [f"/p2p/{peer}"])
 
     async def leave(self) -> None:
         """Withdraws the record, finishes or hands back what runs, closes everything."""
