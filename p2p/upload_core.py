@@ -1,8 +1,8 @@
 """How much all links of a process together may send, and whose turn it is.
 
 Guarantees: over any interval, at most rate times its length, one burst and one segment are admitted. Of those who wait,
-one in a more urgent lane goes first, whichever link it is on; within a lane they take turns, a segment each. A less
-urgent lane that waits has its turn after STARVED_AFTER_SEGMENTS others.
+one in a more urgent lane goes first, whichever link it is on; within a lane they take turns, a segment each, however
+often they ask. A less urgent lane that waits has its turn after STARVED_AFTER_SEGMENTS others.
 
 Assumes: whoever is admitted sends one segment and says with ``spent`` how long it was; what is not asked for (pings,
 acknowledgements, handshakes) is told to ``spent`` as well, and paid back from what follows. The shell calls
@@ -64,11 +64,14 @@ class Upload:
             is_turn = True
         else:
             is_turn = not any(waiting.keys() - {who} for waiting in self._waiting[: lane + 1])
-        self.forget(who)
-        if is_turn and self._balance > 0:
-            return True
-        self._waiting[lane][who] = None
-        return False
+        is_admitted = is_turn and self._balance > 0
+        # Whoever waits already keeps its place: one that asks again and again would never come to the front.
+        for other, waiting in enumerate(self._waiting):
+            if is_admitted or other != lane:
+                waiting.pop(who, None)
+        if not is_admitted:
+            self._waiting[lane].setdefault(who)
+        return is_admitted
 
     def spent(self, num_bytes: int, now: float) -> None:
         """So many bytes were sent, asked for or not."""
@@ -90,6 +93,7 @@ class Upload:
     def next_waiting(self, now: float) -> Hashable | None:
         """Whose turn it is, once; None while there is nothing to spend."""
         self._earn(now)
+        self._called = None  # who was called last had nothing to send after all
         if self._balance <= 0:
             return None
         lanes = [lane for lane, waiting in enumerate(self._waiting) if waiting]

@@ -54,6 +54,44 @@ def test_decode_of_any_link_goes_before_prefill_of_any_link() -> None:
     assert all(when > 3.0 for who, when in done.items() if who != "decode")
 
 
+@pytest.mark.parametrize("lane", [Lane.DECODE, Lane.PREFILL])
+def test_links_that_ask_again_while_they_wait_have_their_turns_all_the_same(lane: Lane) -> None:
+    """As one does that queues another frame every 10 ms, beside those that only wait."""
+    upload, now, ask_at = Upload(RATE_BPS / 10, now=0.0), 0.0, 0.0
+    counts = dict.fromkeys("abc", 0)
+
+    def pump(who: str) -> None:
+        while upload.admits(who, lane, now):
+            counts[who] += 1
+            upload.spent(SEGMENT, now)
+
+    for who in counts:
+        pump(who)
+    while now < 60.0:
+        due = upload.get_timer()
+        assert due is not None
+        if ask_at <= due:
+            now, ask_at = max(now, ask_at), ask_at + 0.010
+            pump("a")
+            continue
+        now = max(now, due)
+        while isinstance(who := upload.next_waiting(now), str):
+            pump(who)
+    assert max(counts.values()) - min(counts.values()) <= 2
+    assert sum(counts.values()) == pytest.approx(60.0 * RATE_BPS / 10 / SEGMENT, rel=0.02)
+
+
+def test_link_that_was_called_and_has_nothing_to_send_saves_up_no_turn() -> None:
+    upload = Upload(RATE_BPS, now=0.0)
+    upload.spent(int(RATE_BPS), 0.0)
+    assert not upload.admits("a", Lane.DECODE, 0.0)
+    assert [upload.next_waiting(2.0) for _ in range(2)] == ["a", None]
+    upload.spent(int(RATE_BPS), 2.0)
+    assert not upload.admits("b", Lane.DECODE, 2.0)
+    assert not upload.admits("a", Lane.DECODE, 4.0)  # b waits for longer
+    assert [upload.next_waiting(4.0) for _ in range(2)] == ["b", "a"]
+
+
 def test_links_of_one_lane_take_turns() -> None:
     done, _ = run(Upload(RATE_BPS, now=0.0), {who: (int(Lane.PREFILL), 100) for who in "abc"}, until=20.0)
     assert max(done.values()) - min(done.values()) < 20 * SEGMENT / RATE_BPS  # the first has had the burst
