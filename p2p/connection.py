@@ -54,6 +54,9 @@ MAX_UNPROVEN_ADDRESSES = 16
 MAX_UNPROVEN_PER_CALL = 8
 """So that nobody displaces all that others have said."""
 
+PINGS_PER_S, PINGS_AT_ONCE = 20.0, 200
+"""That are answered on a link. Signs of life need one in two seconds; the rest is for measurements."""
+
 OnFrame = Callable[[PeerId, AnyMessage, memoryview], None]
 Payload = bytes | bytearray | memoryview
 
@@ -135,6 +138,7 @@ class LinkEnd:
         self._position = Position([])
         self._owed: dict[type[AnyLinkMessage], AnyLinkMessage] = {}
         self._owes_ack = False
+        self._pings_paid_until = 0.0
 
     def say_hello(self, connection: Connection, epoch: int, sending: tuple[int, ...]) -> None:
         """Our Hello, the first segment of ours. ``sending`` is empty unless it is an answer."""
@@ -265,11 +269,21 @@ class LinkEnd:
                 if connection.end is self:
                     connection.acked(message)
             case Ping():
-                self.post(Pong(message.number))
+                self._answer(message)
             case Pong():
                 self._pong(connection, message.number)
 
+    def _answer(self, ping: Ping) -> None:
+        now = self._clock()
+        paid_until = max(self._pings_paid_until, now)
+        if paid_until - now > PINGS_AT_ONCE / PINGS_PER_S:
+            self._owner.count("too-many-pings")
+            return
+        self._pings_paid_until = paid_until + 1 / PINGS_PER_S
+        self.post(Pong(ping.number))
+
     def _pong(self, connection: Connection, number: int) -> None:
+        is_first = self.heartbeat.best_s() is None
         round_trip_s = self.heartbeat.pong(number, self._clock())
         if round_trip_s is None:
             self._owner.count("unexpected-pong")
@@ -279,6 +293,8 @@ class LinkEnd:
             self.rate.round_trip(best_s)
             connection.tune()
         connection.ponged(number, round_trip_s)
+        if is_first:  # it had to wait for all that a new link makes both sides do
+            self.post(self.heartbeat.ping(self._clock()))
 
 
 class Connection:
@@ -336,6 +352,8 @@ class Connection:
         self.seen_frames = 0
         self.seen_frames_in = 0
         self.seen_bytes_in = 0
+        self.seen_segments_in = 0
+        self.seen_at = now
         self.seen_progress = 0
         self.progress_at = now
         self.unfinished_since: float | None = None
@@ -346,6 +364,15 @@ class Connection:
         self._max_queue_bytes = max_queue_bytes
         self._pings: dict[int, asyncio.Future[float]] = {}
         self._drained: asyncio.Future[None] | None = None
+        self._past_bytes_in = 0
+        self._past_segments_in = 0
+
+    @property
+    def sealed_in(self) -> tuple[int, int]:
+        """Segments and their bytes that have come on all links, also what holds nothing new."""
+        counters = [end.link.counters for end in self.ends]
+        num_segments = self._past_segments_in + sum(each.segments_in for each in counters)
+        return num_segments, self._past_bytes_in + sum(each.bytes_in for each in counters)
 
     @property
     def addresses(self) -> list[str]:
@@ -483,11 +510,13 @@ class Connection:
             WireError: what the peer says cannot be.
         """
         replaced, now = self.end, self._clock()
+        if end.address is None:
+            # Before its Hello is believed: when that cannot be, the connection ends with the link, for the breach.
+            end.connection = self
+            self.ends.append(end)
         starts = self.transfer.resume(hello.received, hello.granted)
         self.their_token = hello.token
         if end.address is None:
-            end.connection = self
-            self.ends.append(end)
             end.say_hello(self, hello.epoch, starts)
         elif len(hello.sending) == NUM_LANES and starts == hello.received:
             end.expect(self, hello)
@@ -512,6 +541,8 @@ class Connection:
         """This link is not one of ours any more."""
         if end in self.ends:
             self.ends.remove(end)
+            self._past_segments_in += end.link.counters.segments_in
+            self._past_bytes_in += end.link.counters.bytes_in
         if self.end is end:
             self.end = None
         end.detach()

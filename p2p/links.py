@@ -63,6 +63,11 @@ MAX_UNFINISHED_BYTES = 16 * MAX_FRAME_BYTES
 """Per pool, of frames that have not come to their end: 512 MiB, where 512 connections could hold 30 GiB. From half of
 it on, only the frame that is under way for longest gets credit beyond its window."""
 
+BYTES_PER_SEGMENT, SEGMENTS_PER_S = 4096, 32.0
+"""A peer may send a segment for every frame, for so many bytes, and so many a second beside: acknowledgements, pings.
+What is more counts as messages, of which the gate permits thousands: the smallest chunk of an honest peer is 4 KiB, and
+it acknowledges 32 KiB or more at a time."""
+
 TICK_S = 0.5
 """How often timers are looked at: an eighth of what separates suspicion from death, and no measurable load."""
 
@@ -769,14 +774,18 @@ class LinkPool:
             connection.unfinished_since = None
         elif connection.unfinished_since is None or connection.frames_in != connection.seen_frames_in:
             connection.unfinished_since = now
-        self._look_at_traffic(connection)
+        self._look_at_traffic(connection, now)
 
-    def _look_at_traffic(self, connection: Connection) -> None:
-        received = connection.transfer.received_bytes
-        num_frames, num_bytes = connection.frames_in - connection.seen_frames_in, received - connection.seen_bytes_in
-        connection.seen_frames_in, connection.seen_bytes_in = connection.frames_in, received
+    def _look_at_traffic(self, connection: Connection, now: float) -> None:
+        """Asks the gate. Segments that are more than frames, their length and the time explain count as messages."""
+        segments_in, bytes_in = connection.sealed_in
+        num_frames, num_bytes = connection.frames_in - connection.seen_frames_in, bytes_in - connection.seen_bytes_in
+        free = num_frames + num_bytes // BYTES_PER_SEGMENT + int(SEGMENTS_PER_S * (now - connection.seen_at))
+        num_extra = max(0, segments_in - connection.seen_segments_in - free)
+        connection.seen_frames_in, connection.seen_bytes_in = connection.frames_in, bytes_in
+        connection.seen_segments_in, connection.seen_at = segments_in, now
         if num_bytes:
-            refusal = self._gate.refuse_traffic(connection.peer, num_frames, num_bytes)
+            refusal = self._gate.refuse_traffic(connection.peer, num_frames + num_extra, num_bytes)
             if refusal is not None:
                 why = f"peer {short(connection.peer)} sends more than it may: {refusal}"
                 self.fail(connection, RemoteProtocolError(connection.peer, why))

@@ -719,6 +719,37 @@ async def test_gate_is_asked_before_a_dial_and_about_traffic(swarm: Swarm) -> No
     assert isinstance(theirs.closed[0][1], PeerClosed)
 
 
+@pytest.mark.parametrize("kind", ["pings", "acks", "bytes"])
+async def test_segments_that_no_frame_explains_count_as_messages(swarm: Swarm, kind: str) -> None:
+    gate = Doorman()
+    theirs = await swarm.node(gate=gate)
+    ours = await swarm.node()
+    await ours.pool.connect(theirs.peer, [theirs.address])
+    await swarm.settle()
+    gate.max_messages = 500
+    connection = ours.pool._connections[theirs.peer]
+    end = connection.end
+    assert end is not None
+    payload = bytes(100_000)
+    ours.pool.send(theirs.peer, result(1, payload), payload)  # honest, in several segments
+    await swarm.settle()
+    await swarm.advance(TICK_S)
+    assert gate.traffic == [(ours.peer, 1)]
+    if kind == "bytes":
+        connection.transfer.queue(Lane.BULK, None, bytes(2000))
+    for number in range(1000):
+        if kind == "bytes":
+            end.link.write(connection.transfer.next_segment(1) or b"")
+        elif kind == "acks":
+            end.post_ack()
+        else:
+            end.post(Ping(number))
+    await until(lambda: theirs.pool._connections[ours.peer].sealed_in[0] > 1000)
+    await swarm.advance(TICK_S)
+    assert isinstance(theirs.closed[0][1], RemoteProtocolError)
+    assert (theirs.pool.counters.get("refused_too-many-pings", 0) > 700) is (kind == "pings")
+
+
 async def test_dropped_peer_hears_why(swarm: Swarm) -> None:
     ours, theirs = await swarm.pair()
     ours.pool.drop(theirs.peer, "banned")
