@@ -12,12 +12,15 @@ import pytest
 from fusion_node.errors import FusionError, PeerClosed, PeerUnreachable, RemoteProtocolError
 from fusion_node.types import PeerId
 from p2p.bans import BREACHES_OF_A_PEER, Ban
+from p2p.connection import LinkEnd
 from p2p.gate import BANNED, PeerGate
 from p2p.identity import Identity
 from p2p.limits_core import Limits, Rate, Shares
+from p2p.link_messages import Hello, encode_link_message
 from p2p.links import LinkPool
 from p2p.memory import MemoryNetwork, MemoryWorld
 from p2p.messages import StatusRequest
+from p2p.transfer_core import NUM_LANES
 
 PATIENCE_S = 10.0
 
@@ -135,3 +138,25 @@ async def test_hello_on_a_link_that_is_lost_before_its_answer_is_followed_by_an_
     theirs.pool.tick()
     await until(lambda: sending.retained_bytes == 0)
     assert not theirs.closed
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+async def test_hello_that_cannot_be_ends_the_connection_and_is_a_breach(start: Start, is_known: bool) -> None:
+    ours, theirs = await start(), await start()
+    for index in range(BREACHES_OF_A_PEER):
+        assert ours.gate.refuse_peer(theirs.peer, "") is None
+        tokens = b"12345678", b""
+        if is_known:
+            await theirs.pool.connect(ours.peer, [ours.address])
+            await until(lambda: ours.pool.is_connected(theirs.peer))
+            connection = theirs.pool._connections[ours.peer]
+            tokens = connection.token, connection.their_token
+        link = await theirs.pool._network.dial(ours.address, expect=ours.peer, timeout_s=PATIENCE_S)
+        link.start(LinkEnd(theirs.pool, link, lambda: 0.0, address=ours.address))
+        link.write(encode_link_message(Hello(*tokens, 7, (0, 0, 0, 1), (1000,) * NUM_LANES)))
+        await link.wait_closed()
+        assert theirs.peer not in ours.pool._connections
+        if is_known:
+            await until(lambda index=index: len(ours.closed) == len(theirs.closed) == index + 1)  # type: ignore[misc]
+    assert {type(error) for error in ours.closed} == ({RemoteProtocolError} if is_known else set())
+    assert ours.gate.refuse_peer(theirs.peer, "") == BANNED
