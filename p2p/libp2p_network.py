@@ -179,6 +179,10 @@ class _StreamListener:
         channel.opened(stream.path, stream.remote_address)
         # Behind a relay many share the host; and the connection below has been let in by whoever guards the library's.
         host = "" if stream.path is PathKind.RELAYED else stream.remote_address.rpartition(":")[0]
+        refusal = gate.refuse_stream(stream.peer)
+        if refusal is not None:
+            refused[refusal] += 1
+            return channel.abort()
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 link = await respond(channel, network._credentials)
@@ -193,6 +197,8 @@ class _StreamListener:
         except BaseException:
             channel.abort()
             raise
+        finally:
+            gate.stream_closed(stream.peer)
         refusal = gate.refuse_peer(link.peer, host)
         if refusal is not None:
             refused[refusal] += 1

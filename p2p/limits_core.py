@@ -60,7 +60,8 @@ class Shares:
         handshakes_per_host: connections without a proven identity, of the 64 that a listener has.
         handshakes_per_subnet: a quarter of them.
         connecting_per_host, connecting_per_subnet: new connections; one costs 5 ms of CPU until its identity is proven.
-        streams_per_peer: requests of one peer that are answered at once, look-ups in the DHT among them.
+        streams_per_peer: of one peer that are answered at once: requests, look-ups in the DHT, what is asked of a
+            relay, handshakes of links. Four of each kind.
         requests_per_peer: on the control plane. An honest peer asks a few times a minute, but in a small swarm each of
             its look-ups asks everybody.
         request_bytes_per_peer: 28 requests of the largest size at once, and then three a second.
@@ -76,7 +77,7 @@ class Shares:
     handshakes_per_subnet: int = 16
     connecting_per_host: Rate = Rate(per_s=8.0, burst=256.0)
     connecting_per_subnet: Rate = Rate(per_s=32.0, burst=512.0)
-    streams_per_peer: int = 8
+    streams_per_peer: int = 16
     requests_per_peer: Rate = Rate(per_s=20.0, burst=200.0)
     request_bytes_per_peer: Rate = Rate(per_s=256 * 1024.0, burst=2 * 1024 * 1024.0)
     messages_per_peer: Rate = Rate(per_s=10_000.0, burst=50_000.0)

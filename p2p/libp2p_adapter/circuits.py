@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
+from weakref import WeakValueDictionary
 
 import trio
 from libp2p.connection_types import ConnectionType
@@ -31,6 +32,8 @@ from fusion_node.errors import FusionError, PeerUnreachable
 from fusion_node.types import PeerId
 from p2p.libp2p_adapter.connections import circuit_address, direct, mark_relayed, relay_of, stream_on
 from p2p.libp2p_adapter.messages import closing, translated
+from p2p.libp2p_adapter.slots import Slots
+from p2p.seam import Gate
 
 HOP = TProtocol("/libp2p/circuit/relay/0.2.0/hop")
 STOP = TProtocol("/libp2p/circuit/relay/0.2.0/stop")
@@ -42,6 +45,13 @@ CONNECT_TIMEOUT_S = 8.0
 """For a relay's answer to a request for a circuit: it asks the peer first, which it gives 5 s."""
 
 STOP_TIMEOUT_S = 5.0
+
+MAX_STOPS_AT_ONCE = 16
+MAX_STOPS_PER_PEER = 4
+"""Streams on which a relay has not yet said who wants to reach us."""
+
+MAX_ASKED_AT_ONCE = 3
+"""Of one relay, by us; more wait. It serves four, and frees their slots after its answers."""
 
 UPGRADE_TIMEOUT_S = 4.0
 """For Noise and yamux through the circuit: four round trips. A relay may have agreed and carry nothing."""
@@ -61,13 +71,15 @@ class Circuits:
     """
 
     def __init__(
-        self, host: Any, *, on_relay_lost: Callable[[PeerId], None], on_circuit: Callable[[Any], None]
+        self, host: Any, gate: Gate, *, on_relay_lost: Callable[[PeerId], None], on_circuit: Callable[[Any], None]
     ) -> None:
         self._host = host
         self._swarm = host.get_network()
         self._on_relay_lost = on_relay_lost
         self._on_circuit = on_circuit
         self._reserved: set[ID] = set()
+        self._slots = Slots(gate, at_once=MAX_STOPS_AT_ONCE, per_peer=MAX_STOPS_PER_PEER)
+        self._asking: WeakValueDictionary[ID, trio.CapacityLimiter] = WeakValueDictionary()
         host.set_stream_handler(STOP, self._serve_stop)
 
     async def reserve(self, relay: ID) -> float:
@@ -103,23 +115,31 @@ class Circuits:
         """
         request = HopMessage(type=HopMessage.CONNECT)
         request.peer.id = their_id.to_bytes()
-        stream = await self._open(relay)
+        async with self._asking_of(relay):
+            stream = await self._open(relay)
+            try:
+                await self._exchange(relay, stream, request, CONNECT_TIMEOUT_S)
+            except BaseException:
+                await _reset(stream)
+                raise
         try:
-            await self._exchange(relay, stream, request, CONNECT_TIMEOUT_S)
             raw = _raw(stream, relay, their_id, initiator=True)
             with trio.fail_after(UPGRADE_TIMEOUT_S):
                 connection = await self._host.upgrade_outbound_connection(raw, their_id)
         except BaseException:
-            with trio.CancelScope(deadline=trio.current_time() + 0.5, shield=True):
-                await stream.reset()
+            await _reset(stream)
             raise
         mark_relayed(connection, relay)
         return connection
 
     async def _ask(self, relay: ID, request: HopMessage, timeout_s: float) -> HopMessage:
-        stream = await self._open(relay)
-        async with closing(stream):
-            return await self._exchange(relay, stream, request, timeout_s)
+        async with self._asking_of(relay):
+            stream = await self._open(relay)
+            async with closing(stream):
+                return await self._exchange(relay, stream, request, timeout_s)
+
+    def _asking_of(self, relay: ID) -> trio.CapacityLimiter:
+        return self._asking.setdefault(relay, trio.CapacityLimiter(MAX_ASKED_AT_ONCE))
 
     async def _open(self, relay: ID) -> Any:
         connections = direct(self._swarm.get_connections(relay))
@@ -141,16 +161,24 @@ class Circuits:
         # One stream's end must not be the host's.
         with suppress(FusionError), translated(relay.to_base58()):
             async with closing(stream):
-                await self._stop(stream, relay)
+                with self._slots.slot_for(relay) as is_granted:
+                    if not is_granted:
+                        await stream.reset()
+                        return
+                    request = await self._read_stop(stream, relay)
+                if request is not None:
+                    await self._accept(stream, relay, request)
 
-    async def _stop(self, stream: Any, relay: ID) -> None:
+    async def _read_stop(self, stream: Any, relay: ID) -> StopMessage | None:
+        """What the relay wants, once it has been told that it is welcome; None when it is not."""
         with trio.fail_after(STOP_TIMEOUT_S):
-            request = await read_delimited_msg(stream, StopMessage)
+            request: StopMessage = await read_delimited_msg(stream, StopMessage)
             is_welcome = relay in self._reserved and relay_of(stream.swarm_conn) is None
             status = StatusCode.OK if is_welcome else StatusCode.PERMISSION_DENIED
             await write_delimited_msg(stream, StopMessage(type=StopMessage.STATUS, status=status))
-        if not is_welcome:
-            return
+        return request if is_welcome else None
+
+    async def _accept(self, stream: Any, relay: ID, request: StopMessage) -> None:
         # Whom the relay names is of no importance: the handshake proves who it is.
         raw = _raw(stream, relay, ID(request.peer.id), initiator=False)
         muxed = await self._host.upgrade_inbound_connection(raw, raw.get_transport_addresses()[0])
@@ -200,6 +228,11 @@ class _CircuitStream(ReadWriteCloser):  # type: ignore[misc]
     def get_remote_address(self) -> tuple[str, int] | None:
         address: tuple[str, int] | None = self._stream.get_remote_address()
         return address
+
+
+async def _reset(stream: Any) -> None:
+    with trio.CancelScope(deadline=trio.current_time() + 0.5, shield=True):
+        await stream.reset()
 
 
 def _raw(stream: Any, relay: ID, their_id: ID, *, initiator: bool) -> RawConnection:

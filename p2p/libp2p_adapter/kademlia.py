@@ -7,7 +7,6 @@ p2p.kademlia_core decides: over disjoint paths, and with nothing taken from a lo
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
@@ -48,6 +47,7 @@ from p2p.libp2p_adapter.hardening import (
 )
 from p2p.libp2p_adapter.messages import closing, translated
 from p2p.libp2p_adapter.multiaddrs import MAX_ADDRESSES_PER_PEER, is_circuit, parts_of, peer_addresses
+from p2p.libp2p_adapter.slots import Slots
 from p2p.prefixes import diversity_key
 from p2p.seam import Gate
 
@@ -64,6 +64,9 @@ LOOKUP_TIMEOUT_S = 12.0
 
 CONTACT_TTL_S = 60
 """How long the library remembers the addresses under which somebody has named a peer."""
+
+MAX_STREAMS_AT_ONCE = 12
+"""The library's own bound. Each may take some milliseconds."""
 
 MAX_STREAMS_PER_PEER = 4
 STREAM_TIMEOUT_S = 10.0
@@ -254,28 +257,22 @@ class _Served:
 
     def __init__(self, dht: Any, gate: Gate) -> None:
         self._dht = dht
-        self._gate = gate
-        self._num_streams_of: Counter[ID] = Counter()
+        self._slots = Slots(gate, at_once=MAX_STREAMS_AT_ONCE, per_peer=MAX_STREAMS_PER_PEER)
 
     async def serve(self, stream: Any) -> None:
         their_id = stream.muxed_conn.peer_id
-        peer = PeerId(their_id.to_base58())
-        if self._num_streams_of[their_id] >= MAX_STREAMS_PER_PEER or self._gate.refuse_stream(peer) is not None:
-            await stream.reset()
-            return
-        self._num_streams_of[their_id] += 1
-        sender = SENDER.set(peer)
-        try:
-            with trio.move_on_after(STREAM_TIMEOUT_S) as scope:
-                await self._dht.handle_stream(stream)
-            if scope.cancelled_caught:
+        with self._slots.slot_for(their_id) as is_granted:
+            if not is_granted:
                 await stream.reset()
-        finally:
-            SENDER.reset(sender)
-            self._gate.stream_closed(peer)
-            self._num_streams_of[their_id] -= 1
-            if not self._num_streams_of[their_id]:
-                del self._num_streams_of[their_id]
+                return
+            sender = SENDER.set(PeerId(their_id.to_base58()))
+            try:
+                with trio.move_on_after(STREAM_TIMEOUT_S) as scope:
+                    await self._dht.handle_stream(stream)
+                if scope.cancelled_caught:
+                    await stream.reset()
+            finally:
+                SENDER.reset(sender)
 
 
 def _bound_table(host: Any, table: Any) -> None:

@@ -48,9 +48,9 @@ class Libp2pNode:
     def __init__(self, host: Any, dht: Any, config: HostConfig, hooks: HostHooks, tasks: trio.Nursery) -> None:
         self._host = host
         self._tasks = tasks
-        self._relay = None if config.relay is None else Relay(host, config.relay)
+        self._relay = None if config.relay is None else Relay(host, config.relay, hooks.gate)
         self._holes = HolePuncher(host, tasks)
-        self._circuits = Circuits(host, on_relay_lost=hooks.on_relay_lost, on_circuit=self._holes.start)
+        self._circuits = Circuits(host, hooks.gate, on_relay_lost=hooks.on_relay_lost, on_circuit=self._holes.start)
         self._gate = hooks.gate
         self._dialer = Dialer(host, self._circuits, hooks.gate)
         self._dht = Dht(host, dht, hooks.sequence_of)

@@ -15,6 +15,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import trio
 from libp2p.network.stream.exceptions import StreamEOF
@@ -28,6 +29,8 @@ from p2p.control import RelayCounts, RelayLimits
 from p2p.libp2p_adapter.circuits import HOP, STOP
 from p2p.libp2p_adapter.connections import direct, relay_of, remote_address, stream_on
 from p2p.libp2p_adapter.messages import closing, translated
+from p2p.libp2p_adapter.slots import Slots
+from p2p.seam import Gate
 
 RESERVATION_S = 120.0
 """How long a reservation holds. Clients renew every 30 s, so this outlives two that are lost."""
@@ -35,6 +38,10 @@ RESERVATION_S = 120.0
 REQUEST_TIMEOUT_S = 5.0
 MAX_REQUESTS_AT_ONCE = 64
 """Streams that have not yet become a circuit."""
+
+MAX_REQUESTS_PER_PEER = 4
+MAX_LEADS_AT_ONCE = 3
+"""Of the questions whether a peer wants to be reached; more wait. It answers MAX_STOPS_PER_PEER of p2p.circuits."""
 
 CHUNK_BYTES = 64 * 1024
 
@@ -55,13 +62,14 @@ class _Circuit:
 class Relay:
     """See the head of this file."""
 
-    def __init__(self, host: Any, limits: RelayLimits) -> None:
+    def __init__(self, host: Any, limits: RelayLimits, gate: Gate) -> None:
         self._host = host
         self._swarm = host.get_network()
         self._limits = limits
         self._reservations: dict[ID, _Reservation] = {}
         self._circuits: set[_Circuit] = set()
-        self._num_requests = 0
+        self._slots = Slots(gate, at_once=MAX_REQUESTS_AT_ONCE, per_peer=MAX_REQUESTS_PER_PEER)
+        self._leading: WeakValueDictionary[ID, trio.CapacityLimiter] = WeakValueDictionary()
         self._carried_bytes = 0
         self._paced_until = 0.0
         host.set_stream_handler(HOP, self._serve)
@@ -82,18 +90,15 @@ class Relay:
             self._reservations.pop(their_id, None)
 
     async def _serve(self, stream: Any) -> None:
-        peer = stream.muxed_conn.peer_id.to_base58()
-        if self._num_requests >= MAX_REQUESTS_AT_ONCE:
-            await stream.reset()
-            return
+        their_id = stream.muxed_conn.peer_id
         # One stream's end must not be the host's.
-        with suppress(FusionError), translated(peer):
+        with suppress(FusionError), translated(their_id.to_base58()):
             async with closing(stream):
-                self._num_requests += 1
-                try:
+                with self._slots.slot_for(their_id) as is_granted:
+                    if not is_granted:
+                        await stream.reset()
+                        return
                     circuit, target = await self._decide(stream)
-                finally:
-                    self._num_requests -= 1
                 if circuit is not None:
                     await self._run(circuit, stream, target)
 
@@ -162,15 +167,17 @@ class Relay:
         request.peer.id = source.to_bytes()
         self._tell_limits(request)
         try:
+            leading = self._leading.setdefault(target, trio.CapacityLimiter(MAX_LEADS_AT_ONCE))
             with translated(target.to_base58()), trio.fail_after(REQUEST_TIMEOUT_S):
-                connections = direct(self._swarm.get_connections(target))
-                if not connections:
-                    raise PeerUnreachable(target.to_base58(), "it has gone")
-                onward = await stream_on(self._host, connections[0], STOP)
-                await write_delimited_msg(onward, request)
-                answer = await read_delimited_msg(onward, StopMessage)
-                if answer.status == StatusCode.OK:
-                    return onward
+                async with leading:
+                    connections = direct(self._swarm.get_connections(target))
+                    if not connections:
+                        raise PeerUnreachable(target.to_base58(), "it has gone")
+                    onward = await stream_on(self._host, connections[0], STOP)
+                    await write_delimited_msg(onward, request)
+                    answer = await read_delimited_msg(onward, StopMessage)
+                    if answer.status == StatusCode.OK:
+                        return onward
         except FusionError:
             pass
         if onward is not None:

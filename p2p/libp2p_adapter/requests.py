@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
@@ -17,6 +15,7 @@ from libp2p.peer.id import ID
 from fusion_node.types import PeerId
 from p2p.control import Answer
 from p2p.libp2p_adapter.messages import closing, read_message, translated, write_message
+from p2p.libp2p_adapter.slots import Slots
 from p2p.seam import Gate
 
 REQUEST_TIMEOUT_S = 10.0
@@ -52,7 +51,7 @@ class Requests:
         self._host = host
         self._on_request = on_request
         self._token = trio.lowlevel.current_trio_token()
-        self._num_requests_of: Counter[ID] = Counter()
+        self._slots = Slots(gate, at_once=MAX_REQUESTS_AT_ONCE, per_peer=MAX_REQUESTS_PER_PEER)
         self._asking: WeakValueDictionary[ID, trio.CapacityLimiter] = WeakValueDictionary()
         for protocol, limit_bytes in protocols.items():
             host.set_stream_handler(TProtocol(protocol), partial(self._serve_request, protocol, limit_bytes))
@@ -71,34 +70,13 @@ class Requests:
     async def _serve_request(self, protocol: str, limit_bytes: int, stream: Any) -> None:
         """Handler of the request streams: hands the request to the owner and writes its answer."""
         try:
-            with self._slot_for(stream) as is_granted, trio.move_on_after(REQUEST_TIMEOUT_S):
+            with self._slots.slot_for(stream.muxed_conn.peer_id) as is_granted, trio.move_on_after(REQUEST_TIMEOUT_S):
                 if is_granted:
                     await self._answer_request(protocol, limit_bytes, stream)
                 else:
                     await stream.reset()
         except Exception as error:  # noqa: BLE001  # one stream's end must not be the host's
             log.debug("a request stream failed: %r", error)
-
-    @contextmanager
-    def _slot_for(self, stream: Any) -> Iterator[bool]:
-        """One of the slots for requests, unless all are taken or the peer has its share."""
-        their_id = stream.muxed_conn.peer_id
-        num_theirs, num_all = self._num_requests_of[their_id], self._num_requests_of.total()
-        if num_theirs >= MAX_REQUESTS_PER_PEER or num_all >= MAX_REQUESTS_AT_ONCE:
-            yield False
-            return
-        peer = PeerId(their_id.to_base58())
-        if self._gate.refuse_stream(peer) is not None:
-            yield False
-            return
-        self._num_requests_of[their_id] += 1
-        try:
-            yield True
-        finally:
-            self._gate.stream_closed(peer)
-            self._num_requests_of[their_id] -= 1
-            if not self._num_requests_of[their_id]:
-                del self._num_requests_of[their_id]
 
     async def _answer_request(self, protocol: str, limit_bytes: int, stream: Any) -> None:
         async with closing(stream):

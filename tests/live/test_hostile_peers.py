@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any
 
 import multiaddr
@@ -17,11 +17,14 @@ from libp2p.peer.peerstore import create_signed_peer_record
 from libp2p.utils.varint import encode_uvarint, read_varint_prefixed_bytes_limited
 
 from fusion_node.errors import PeerError
+from p2p.control import RelayLimits
+from p2p.libp2p_adapter.circuits import HOP
 from p2p.libp2p_adapter.connections import stream_on
 from p2p.libp2p_adapter.hardening import KAD_PROTOCOL
 from p2p.libp2p_adapter.messages import closing, read_exactly, translated
 from p2p.libp2p_adapter.multiaddrs import MAX_ADDRESSES_PER_PEER
 from p2p.libp2p_adapter.muxing import MAX_BUFFERED_BYTES, MAX_INCOMING_STREAMS, WINDOW_BYTES
+from p2p.libp2p_adapter.relay import MAX_REQUESTS_PER_PEER
 from tests.libp2p_hosts import LoopbackHost
 
 IDENTIFY_PUSH = TProtocol("/ipfs/id/push/1.0.0")
@@ -263,3 +266,23 @@ async def test_bulk_on_more_streams_than_have_the_largest_window_goes_through(st
     await node.call(serve)
     await connect(sender, node)
     assert await sender.call(send) == num_streams
+
+
+async def test_silent_streams_of_one_peer_do_not_close_a_relay(start: Start) -> None:
+    relay, bystander, flooder = await start(relay=RelayLimits()), await start(), await start()
+    await connect(flooder, relay)
+
+    async def keep_silent(host: Any) -> int:
+        streams = []
+        for _ in range(3 * MAX_REQUESTS_PER_PEER):
+            with suppress(PeerError), translated(relay.peer):  # it may be reset as soon as it has said what it is
+                streams.append(await stream_on(host._host, connection_with(host, relay), HOP))
+        with trio.fail_after(PATIENCE_S):
+            while (  # noqa: ASYNC110  # of the library, which sets no event here
+                num := sum(not stream.muxed_stream.closed for stream in streams)
+            ) > MAX_REQUESTS_PER_PEER:
+                await trio.sleep(0.01)
+        return num
+
+    assert await flooder.call(keep_silent) == MAX_REQUESTS_PER_PEER
+    assert await bystander.call(lambda host: host.reserve(relay.address)) > 0
