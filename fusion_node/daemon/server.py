@@ -145,7 +145,7 @@ class NodeServer:
             for index in range(engine.num_devices)
         ]
         self._codec = ThreadPoolExecutor(2, thread_name_prefix="codec")
-        """Compresses and decompresses large tensors."""
+        """Compresses large tensors, and decompresses and checks those that come."""
         self._is_first_busy = False
         self._is_closed = False
         self._timer: asyncio.TimerHandle | None = None
@@ -345,6 +345,9 @@ class NodeServer:
             # Every stage adds one. A list that is full already would make the next stage refuse ours as malformed, and
             # close a link on which other users depend.
             self._end(session, "bad-timings", "a step has one timing per stage behind it", culprit=peer)
+            return
+        if message.sequence < session.log.next_sequence:
+            self.counters["steps_duplicate"] += 1  # before its rows cost anything
             return
         if session.num_queued_rows + message.tensor.num_rows > MAX_QUEUED_ROWS:
             self._end(session, "flooded", f"more than {MAX_QUEUED_ROWS} rows wait for the device", culprit=peer)

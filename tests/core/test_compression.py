@@ -88,5 +88,6 @@ def test_a_trial_of_a_large_tensor_looks_at_some_of_its_rows() -> None:
     assert not packing.is_large  # but the next row would make it so
     assert slow.is_large(TensorMeta("bf16", 257, 2048, ZSTD))
     assert not slow.is_large(TensorMeta("bf16", 256, 2048, ZSTD))
-    assert not slow.is_large(TensorMeta("bf16", 257, 2048))  # not compressed, so nothing is to be done
+    assert slow.is_large(TensorMeta("bf16", 257, 2048))  # is checked and copied all the same
+    assert not slow.is_large(TensorMeta("bf16", 256, 2048))
     assert decompress(packing.run().payload, TensorMeta("bf16", 256, 2048, ZSTD)).tobytes() == payload

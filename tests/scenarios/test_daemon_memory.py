@@ -437,9 +437,10 @@ async def test_same_step_twice_is_applied_once(swarm: MemorySwarm, nodes: list[N
     for _ in range(3):
         stranger.pool.send(nodes[0].peer, step(plan, tensor), payload)
     await stranger.get(StepResult)
+    stranger.pool.send(nodes[0].peer, step(plan, tensor), b"\xff" * len(payload))  # NaN, if anybody looked
     stranger.pool.send(nodes[0].peer, CloseSession(plan.session, plan.epoch))
     await stranger.get(SessionClosed)
-    assert nodes[0].server.counters["steps_duplicate"] == 2
+    assert nodes[0].server.counters["steps_duplicate"] == 3
     assert not stranger.frames
     await stranger.pool.aclose()
 
