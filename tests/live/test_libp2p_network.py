@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
+import trio
+from libp2p.peer.id import ID
 
 from fusion_node.errors import PeerClosed
+from fusion_node.types import PeerId
 from p2p.conformance import CHECKS, Check
 from p2p.identity import Identity
+from p2p.libp2p_adapter.messages import read_exactly, translated
+from p2p.libp2p_adapter.streams import PROTOCOL
+from p2p.links import LinkPool
+from p2p.messages import AnyMessage, StatusRequest
+from p2p.noise_core import MAX_SEGMENT_BYTES
+from p2p.paths import RoutedNetwork
 from p2p.records import PROTOCOL_VERSION
-from p2p.seam import Link, Listener, Network, OnLink
+from p2p.seam import Link, Listener, Network, OnLink, PathKind
+from p2p.websocket import WebSocketNetwork
 from tests.libp2p_hosts import LoopbackHost
 
 PATIENCE_S = 20.0
@@ -93,4 +104,67 @@ async def test_a_thread_that_dies_ends_its_links_and_accepts_them_again_when_it_
     finally:
         await listener.aclose()
         for host in (listening, dialling):
+            await host.aclose()
+
+
+@pytest.mark.parametrize("size", [0, MAX_SEGMENT_BYTES + 1, 2**32 - 1])
+async def test_a_length_that_no_segment_has_ends_the_stream(size: int) -> None:
+    listening, dialling = await LoopbackHost().start(), await LoopbackHost(listens=False).start()
+
+    async def keep(link: Link) -> None:
+        await link.wait_closed()
+
+    async def announce(node: Any) -> None:
+        with translated(listening.peer), trio.fail_after(PATIENCE_S / 4):  # before the handshake takes too long
+            stream = await node._host.new_stream(ID.from_base58(listening.peer), [PROTOCOL])
+            await stream.write(size.to_bytes(4, "little"))
+            await read_exactly(stream, 1)
+
+    listener = await listening.network.listen(f"/p2p/{listening.peer}", keep)
+    try:
+        await dialling.network.dial(str(listening.address), expect=listening.peer, timeout_s=PATIENCE_S)
+        with pytest.raises(PeerClosed):
+            await dialling.call(announce)
+    finally:
+        await listener.aclose()
+        for host in (listening, dialling):
+            await host.aclose()
+
+
+@pytest.mark.parametrize("path", [PathKind.DIRECT, PathKind.STREAM])
+async def test_a_conversation_goes_on_while_the_thread_dies(path: PathKind) -> None:
+    us, them = await LoopbackHost(listens=False).start(), await LoopbackHost().start()
+    arrived: list[int] = []
+    everything = asyncio.Event()
+
+    def on_frame(peer: PeerId, message: AnyMessage, payload: memoryview) -> None:
+        assert isinstance(message, StatusRequest)
+        arrived.append(message.request)
+        if len(arrived) == 60:
+            everything.set()
+
+    def pool_of(host: LoopbackHost) -> LinkPool:
+        network = RoutedNetwork(WebSocketNetwork(host.identity), host.network)
+        return LinkPool(network, host.peer, on_frame=on_frame, on_closed=lambda peer, error: None)
+
+    ours, theirs = pool_of(us), pool_of(them)
+    try:
+        direct = await theirs.listen("127.0.0.1:0")
+        await theirs.listen(f"/p2p/{them.peer}")
+        await ours.connect(them.peer, [direct if path is PathKind.DIRECT else str(them.address)])
+        assert ours.path(them.peer) is path
+        await ours.connect(them.peer, [direct])  # remembered, in case it is needed
+        for number in range(60):
+            if number == 20:
+                await us.die()
+            ours.send(them.peer, StatusRequest(number))
+        async with asyncio.timeout(PATIENCE_S):
+            await everything.wait()
+        assert arrived == list(range(60))
+        assert ours.path(them.peer) is PathKind.DIRECT
+        assert ours.counters["resumed"] == (0 if path is PathKind.DIRECT else 1)
+    finally:
+        for pool in (ours, theirs):
+            await pool.aclose()
+        for host in (us, them):
             await host.aclose()
