@@ -172,6 +172,7 @@ def test_connections_stay_bounded_when_everybody_names_one_host() -> None:
     check_views(world, within=0.99)
 
 
+@pytest.mark.slow
 def test_idle_node_costs_no_more_in_a_larger_swarm() -> None:
     """Beyond what it can keep in view, scaled down; the slow test below has the numbers that are documented."""
     cost = idle_cost(300, settle_s=60.0, measure_s=15.0, full_view=48)
