@@ -36,7 +36,6 @@ from p2p.messages import AnyMessage, StatusRequest, StepResult, TensorMeta
 from p2p.noise_core import MAX_SEGMENT_PLAIN_BYTES
 from p2p.records import PROTOCOL_VERSION
 from p2p.seam import Link, Listener, Network
-from p2p.transfer_core import LIMITS, Lane
 
 PATIENCE_S = 20.0
 """For what happens in milliseconds, on a machine that does much else."""
@@ -539,24 +538,6 @@ async def check_lanes_interleave(bench: Bench) -> None:
         assert theirs.sequences(bytes([1]) * 16) == [0, 1]
 
 
-async def check_reader_who_does_not_read_stalls_only_itself(bench: Bench) -> None:
-    """A lane without credit stops when its window is used up; others go on, and it does when there is credit again."""
-    async with pools(bench) as (ours, theirs):
-        receiving = theirs.pool._connections[ours.peer].transfer
-        sending = ours.pool._connections[theirs.peer].transfer
-        receiving.hold(Lane.PREFILL, held=True)
-        ours.pool.send(theirs.peer, *tensor_frame(1, 0, 16 << 20))
-        for number in range(100):
-            ours.pool.send(theirs.peer, *tensor_frame(2, number, 65_536))
-        await theirs.until(lambda: len(theirs.frames) == 100)
-        assert receiving.unfinished_bytes <= LIMITS[Lane.PREFILL].window_bytes
-        assert sending.queued_bytes >= (16 << 20) - LIMITS[Lane.PREFILL].window_bytes
-        receiving.hold(Lane.PREFILL, held=False)
-        theirs.pool.tick()
-        await theirs.until(lambda: len(theirs.frames) == 101)
-        assert ours.closed == theirs.closed == []
-
-
 async def check_resume(bench: Bench) -> None:
     """A link that is cut in the middle of frames is made again, and nothing is lost or repeated."""
     async with pools(bench) as nodes:
@@ -645,7 +626,6 @@ CHECKS: tuple[Check, ...] = (
     check_largest_frame,
     check_malformed_frame,
     check_lanes_interleave,
-    check_reader_who_does_not_read_stalls_only_itself,
     check_resume,
     check_tie_break,
     check_goodbye,

@@ -138,7 +138,6 @@ class _ReceivingLane:
         "filled",
         "frame",
         "granted",
-        "is_held",
         "max_frame_bytes",
         "received",
         "told",
@@ -156,7 +155,6 @@ class _ReceivingLane:
         self.ack_at = limits.window_bytes >> 3
         self.frame: memoryview | None = None
         self.filled = 0
-        self.is_held = False
 
 
 class Position:
@@ -483,10 +481,6 @@ class Transfer:
             for receiving in self._in
         )
 
-    def hold(self, lane: int, *, held: bool) -> None:
-        """While held, a lane gets no further credit: the peer stops when it has used up what it has."""
-        self._in[lane].is_held = held
-
     @property
     def unfinished_bytes(self) -> int:
         """What has come of frames that are not complete."""
@@ -498,7 +492,7 @@ class Transfer:
         return sum(receiving.received for receiving in self._in)
 
     def _may_grant(self, receiving: _ReceivingLane) -> bool:
-        return not receiving.is_held and not (self.is_restrained and receiving.frame is not None)
+        return not (self.is_restrained and receiving.frame is not None)
 
     def _begin(self, position: Position, receiving: _ReceivingLane, lane: int, plain: bytes) -> memoryview | None:
         size = len(plain) - _BEGIN_BYTES

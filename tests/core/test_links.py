@@ -373,9 +373,11 @@ async def test_peer_that_does_not_read_is_dropped(swarm: Swarm) -> None:
     assert "does not read" in str(error)
 
 
-async def test_peer_that_grants_nothing_while_something_waits_is_dropped_in_time(swarm: Swarm) -> None:
+async def test_peer_that_grants_nothing_while_something_waits_is_dropped_in_time(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ours, theirs = await swarm.pair()
-    theirs.pool._connections[ours.peer].transfer.hold(Lane.PREFILL, held=True)
+    monkeypatch.setattr(theirs.pool._connections[ours.peer].transfer, "_may_grant", lambda receiving: False)
     payload = bytes(LIMITS[Lane.PREFILL].window_bytes + 1000)
     ours.pool.send(theirs.peer, result(1, payload), payload)
     await swarm.advance(STALLED_AFTER_S - 2 * TICK_S)

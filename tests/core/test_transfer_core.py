@@ -152,8 +152,6 @@ class World:
         self.sides[0].epoch = max(side.epoch for side in self.sides)
         link = self.dial()
         for side in self.sides:
-            for lane in range(NUM_LANES):
-                side.transfer.hold(lane, held=False)
             side.transfer.is_restrained = False
         busy = True
         while busy:
@@ -225,10 +223,6 @@ class Transfers(RuleBasedStateMachine):
     @rule(who=who)
     def ack(self, who: int) -> None:
         self.world.ack(who)
-
-    @rule(who=who, lane=st.integers(0, NUM_LANES - 1), held=st.booleans())
-    def hold(self, who: int, lane: int, held: bool) -> None:
-        self.world.sides[who].transfer.hold(lane, held=held)
 
     @rule(who=who, restrained=st.booleans())
     def restrain(self, who: int, restrained: bool) -> None:
@@ -381,7 +375,7 @@ def test_after_a_lost_link_lanes_of_one_key_are_sent_again_in_their_order() -> N
 def test_without_credit_only_that_lane_stops() -> None:
     world, link = connected()
     ours, theirs = (side.transfer for side in world.sides)
-    theirs.hold(Lane.BULK, held=True)
+    theirs.is_restrained = True
     ours.queue(Lane.BULK, None, b"head", bytes(10_000_000))
     position = link.positions[1]
     assert position is not None
@@ -395,7 +389,7 @@ def test_without_credit_only_that_lane_stops() -> None:
     assert ours.queued_bytes > 5_000_000
     ours.queue(Lane.PREFILL, None, b"head", bytes(1_000_000))
     assert set(lanes_of(drain(ours))) == {Lane.PREFILL}
-    theirs.hold(Lane.BULK, held=False)
+    theirs.is_restrained = False
     assert theirs.has_news()
     ours.acked(*theirs.ack())
     assert ours.next_lane() == Lane.BULK
