@@ -356,7 +356,7 @@ class Connection:
         self.seen_at = now
         self.seen_progress = 0
         self.progress_at = now
-        self.unfinished_since: float | None = None
+        self._unfinished: dict[tuple[int, int], float] = {}
         self._owner = owner
         self._on_frame = on_frame
         self._clock = clock
@@ -373,6 +373,21 @@ class Connection:
         counters = [end.link.counters for end in self.ends]
         num_segments = self._past_segments_in + sum(each.segments_in for each in counters)
         return num_segments, self._past_bytes_in + sum(each.bytes_in for each in counters)
+
+    def look_at_unfinished(self, now: float) -> None:
+        """Notes since when each frame is under way: its own beginning counts, whatever else comes meanwhile."""
+        self._unfinished = {key: self._unfinished.get(key, now) for key in self.transfer.unfinished()}
+
+    @property
+    def unfinished_since(self) -> float | None:
+        """Since when the frame is under way that is so for longest; None when there is none."""
+        return min(self._unfinished.values(), default=None)
+
+    def longest_unfinished(self) -> tuple[tuple[int, int], int] | None:
+        """Which frame that is, and what has come of it."""
+        bytes_of = self.transfer.unfinished()
+        key = min((key for key in self._unfinished if key in bytes_of), key=self._unfinished.__getitem__, default=None)
+        return None if key is None else (key, bytes_of[key])
 
     @property
     def addresses(self) -> list[str]:

@@ -61,7 +61,11 @@ IDLE_AFTER_S = 60.0
 
 MAX_UNFINISHED_BYTES = 16 * MAX_FRAME_BYTES
 """Per pool, of frames that have not come to their end: 512 MiB, where 512 connections could hold 30 GiB. From half of
-it on, only the frame that is under way for longest gets credit beyond its window."""
+it on, only the frame that is under way for longest gets credit beyond its window, and must make use of it."""
+
+FRONT_S, FRONT_Bps = 3.0, 64 * 1024
+"""What that frame must bring: a half of what an uplink of 1 Mbit/s carries, measured over so long. Those behind it wait
+for it, and their senders only for STALLED_AFTER_S."""
 
 BYTES_PER_SEGMENT, SEGMENTS_PER_S = 4096, 32.0
 """A peer may send a segment for every frame, for so many bytes, and so many a second beside: acknowledgements, pings.
@@ -186,6 +190,7 @@ class LinkPool:
         self._refused: Counter[str] = Counter()
         self._ticker: asyncio.Task[None] | None = None
         self._last_tick = clock()
+        self._front: tuple[Connection, tuple[int, int], int, float] | None = None
         self._closed = False
 
     async def listen(self, address: str) -> str:
@@ -389,6 +394,8 @@ class LinkPool:
         now = self._clock()
         absent_s = now - self._last_tick
         self._last_tick = now
+        if absent_s > ABSENT_AFTER_S:
+            self._front = None
         for connection in list(self._connections.values()):
             self._guarded(self._tend, connection, absent_s, now)
         for end in list(self._strangers):
@@ -770,10 +777,7 @@ class LinkPool:
         if num_frames != connection.seen_frames:
             connection.seen_frames = num_frames
             connection.last_used = now
-        if not connection.transfer.unfinished_bytes:
-            connection.unfinished_since = None
-        elif connection.unfinished_since is None or connection.frames_in != connection.seen_frames_in:
-            connection.unfinished_since = now
+        connection.look_at_unfinished(now)
         self._look_at_traffic(connection, now)
 
     def _look_at_traffic(self, connection: Connection, now: float) -> None:
@@ -795,7 +799,7 @@ class LinkPool:
 
         Not a deadline, which a long frame on a thin line would miss also where there is memory for all; and not the
         largest frame first, which would be an honest one where many hold a little of theirs for ever. Before it comes
-        to that, only the one that goes first gets more credit.
+        to that, only the one that goes first gets more credit, and goes also if it makes no use of it.
         """
         unfinished = sorted(
             (each for each in self._connections.values() if each.unfinished_since is not None),
@@ -805,10 +809,30 @@ class LinkPool:
         is_short = total_bytes > self._max_unfinished_bytes // 2
         for number, connection in enumerate(unfinished):
             connection.transfer.is_restrained = is_short and number > 0
+        self._watch_front(unfinished[0] if is_short else None)
         for connection in unfinished:
             if total_bytes <= self._max_unfinished_bytes:
                 return
             total_bytes -= connection.transfer.unfinished_bytes
+            self._fail_unfinished(connection)
+
+    def _watch_front(self, connection: Connection | None) -> None:
+        """Memory is short, and this connection has the frame that all others wait for; None: it is not."""
+        longest = None if connection is None else connection.longest_unfinished()
+        if connection is None or longest is None:
+            self._front = None
+            return
+        key, num_bytes = longest
+        now = self._clock()
+        if self._front is None or self._front[:2] != (connection, key):
+            self._front = connection, key, num_bytes, now
+        elif (for_s := now - self._front[3]) >= FRONT_S:
+            if num_bytes - self._front[2] < FRONT_Bps * for_s:
+                self._fail_unfinished(connection)
+            self._front = connection, key, num_bytes, now
+
+    def _fail_unfinished(self, connection: Connection) -> None:
+        if self._has(connection):
             self._refused["unfinished-frame"] += 1
             why = f"peer {short(connection.peer)} did not finish a frame while memory was short"
             self.fail(connection, PeerTimeout(connection.peer, why))

@@ -486,6 +486,14 @@ class Transfer:
         """What has come of frames that are not complete."""
         return sum(receiving.filled for receiving in self._in if receiving.frame is not None)
 
+    def unfinished(self) -> dict[tuple[int, int], int]:
+        """The frames that are not complete, by lane and where they begin in it: what has come of each."""
+        return {
+            (lane, receiving.received - receiving.filled): receiving.filled
+            for lane, receiving in enumerate(self._in)
+            if receiving.frame is not None
+        }
+
     @property
     def received_bytes(self) -> int:
         """What has arrived, of all lanes."""

@@ -28,7 +28,7 @@ from fusion_node.types import PeerId
 from p2p.heartbeat_core import DEAD_AFTER_S, SUSPECT_AFTER_S
 from p2p.identity import Identity
 from p2p.link_messages import Ping, Pong
-from p2p.links import HELLO_TIMEOUT_S, IDLE_AFTER_S, RESUME_S, STALLED_AFTER_S, TICK_S, LinkPool
+from p2p.links import FRONT_S, HELLO_TIMEOUT_S, IDLE_AFTER_S, RESUME_S, STALLED_AFTER_S, TICK_S, LinkPool
 from p2p.memory import MemoryNetwork, MemoryWorld
 from p2p.messages import AnyMessage, CloseSession, StatusRequest, StepResult, TensorMeta
 from p2p.paths import RoutedNetwork
@@ -447,6 +447,23 @@ async def test_pong_that_answers_no_ping_is_counted_and_ignored(swarm: Swarm) ->
     await swarm.settle()
     assert ours.pool.counters["refused_unexpected-pong"] == 10
     assert ours.pool.is_connected(theirs.peer)
+
+
+async def test_first_round_trip_is_not_believed_alone(swarm: Swarm) -> None:
+    ours, theirs = await swarm.node(), await swarm.node()
+    num_messages = 0
+
+    def delay(message: bytes) -> tuple[bytes, ...]:
+        nonlocal num_messages
+        num_messages += 1
+        swarm.clock.now += 0.5 if num_messages <= 4 else 0.0  # a handshake message, Hello, ping and pong
+        return (message,)
+
+    swarm.world.tamper(theirs.host, ours.host, delay)
+    await ours.pool.connect(theirs.peer, [theirs.address])
+    await swarm.settle()
+    assert swarm.clock.now == 1002.0
+    assert ours.pool.round_trip_s(theirs.peer) == 0.0
 
 
 async def test_round_trip_goes_on_over_the_next_link_and_ends_with_the_connection(swarm: Swarm) -> None:
@@ -963,6 +980,55 @@ async def test_longest_unfinished_frame_goes_when_all_of_them_hold_too_much(swar
     assert isinstance(error, PeerTimeout)
     assert theirs.pool.is_connected(second.peer)
     assert theirs.pool.counters["refused_unfinished-frame"] == 1
+
+
+async def park(swarm: Swarm, node: Node, receiver: Node, num_bytes: int) -> None:
+    """Sends so much of a frame and then no more of it, though other frames still come."""
+    await node.pool.connect(receiver.peer, [receiver.address])
+    await swarm.settle()
+    transfer = node.pool._connections[receiver.peer].transfer
+    next_segment, payload = transfer.next_segment, bytes(900_000)
+
+    def hold_back(max_bytes: int) -> bytes | None:
+        is_enough = transfer.next_lane() == Lane.DECODE and transfer.sent_bytes >= num_bytes
+        return None if is_enough else next_segment(max_bytes)
+
+    transfer.next_segment = hold_back  # type: ignore[method-assign, assignment]
+    node.pool.send(receiver.peer, result(1, payload), payload)
+    await swarm.settle()
+
+
+async def test_other_frames_do_not_make_an_unfinished_one_look_younger(swarm: Swarm) -> None:
+    theirs = await swarm.node(max_unfinished_bytes=1 << 20)
+    hostile, honest = await swarm.node(), await swarm.node()
+    await park(swarm, hostile, theirs, 600_000)
+    await swarm.advance(TICK_S)
+    await park(swarm, honest, theirs, 300_000)
+    await swarm.advance(TICK_S)
+    hostile.pool.send(theirs.peer, StatusRequest(1))
+    await until(lambda: len(theirs.frames) == 1)
+    await swarm.advance(TICK_S)
+    late = await swarm.node()
+    await park(swarm, late, theirs, 300_000)
+    await swarm.advance(TICK_S)
+    assert [peer for peer, _ in theirs.closed] == [hostile.peer]
+    assert theirs.pool.is_connected(honest.peer)
+
+
+async def test_frame_that_all_others_wait_for_must_make_progress(swarm: Swarm) -> None:
+    theirs = await swarm.node(max_unfinished_bytes=1 << 20)
+    alone, hostile = await swarm.node(), await swarm.node()
+    await park(swarm, alone, theirs, 400_000)
+    await swarm.advance(2 * FRONT_S)
+    assert theirs.closed == []  # there is memory enough
+    await park(swarm, hostile, theirs, 300_000)
+    await swarm.advance(FRONT_S - TICK_S)
+    assert theirs.closed == []
+    await swarm.advance(3 * TICK_S)
+    assert [peer for peer, _ in theirs.closed] == [alone.peer]
+    assert theirs.pool.counters["refused_unfinished-frame"] == 1
+    await swarm.advance(FRONT_S)
+    assert theirs.pool.is_connected(hostile.peer)  # memory is not short any more
 
 
 async def test_listening_twice_on_one_port_is_refused(swarm: Swarm) -> None:
