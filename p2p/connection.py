@@ -510,10 +510,10 @@ class Connection:
 
     # links
 
-    def begin(self, end: LinkEnd) -> None:
-        """We have dialled a link for this connection: says Hello on it."""
+    def begin(self, end: LinkEnd, ours: PeerId) -> None:
+        """We, whose peer id is ``ours``, have dialled a link for this connection: says Hello on it."""
         self.epoch += 1
-        end.rank = (self.epoch, True)
+        end.rank = (self.epoch, ours < self.peer)
         end.connection = self
         self.ends.append(end)
         end.say_hello(self, self.epoch, ())

@@ -581,7 +581,7 @@ class LinkPool:
         connection.prove(address)
         self._start_ticker()
         end = LinkEnd(self, link, self._clock, address=address)
-        connection.begin(end)
+        connection.begin(end, self._identity_peer)
         link.start(end)
         # In the same step, so that no two dials to one peer go on.
         for key in [key for key in self._dials if key[0] == peer]:

@@ -160,3 +160,14 @@ async def test_hello_that_cannot_be_ends_the_connection_and_is_a_breach(start: S
             await until(lambda index=index: len(ours.closed) == len(theirs.closed) == index + 1)  # type: ignore[misc]
     assert {type(error) for error in ours.closed} == ({RemoteProtocolError} if is_known else set())
     assert ours.gate.refuse_peer(theirs.peer, "") == BANNED
+
+
+async def test_both_sides_rank_a_link_alike_whoever_has_the_smaller_peer_id(start: Start) -> None:
+    smaller, larger = sorted([await start(), await start()], key=lambda node: node.peer)
+    for dialler, other in ((smaller, larger), (larger, smaller)):
+        await dialler.pool.connect(other.peer, [other.address])
+        await until(lambda: smaller.pool.is_connected(larger.peer) and larger.pool.is_connected(smaller.peer))
+        ranks = [a.pool._connections[b.peer].rank for a, b in ((smaller, larger), (larger, smaller))]
+        assert ranks == [(1, dialler is smaller)] * 2
+        dialler.pool.drop(other.peer, "once more")
+        await until(lambda: not smaller.pool.is_connected(larger.peer) and not larger.pool.is_connected(smaller.peer))
