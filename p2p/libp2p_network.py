@@ -36,7 +36,7 @@ from p2p.noise_core import LinkRefusal
 from p2p.records import PROTOCOL_VERSION
 from p2p.sealed import Credentials, SealedLink, initiate, respond
 from p2p.seam import ChannelReceiver, Gate, Link, Listener, OnLink, OpenGate, PathKind
-from p2p.stream_pipe import StreamPipe
+from p2p.stream_pipe import LENGTH_BYTES, StreamPipe
 
 HIGH_WATER_BYTES = 128 * 1024
 """Two segments wait here at most, and as many again are in the library's hands: what comes after them may be more
@@ -267,8 +267,8 @@ class _StreamChannel:
         pipe = self._pipe
         if self._closed or pipe.aborting:
             raise self._closed_error()
-        pipe.outgoing.append(len(data).to_bytes(2, "little") + data)
-        pipe.put_bytes += 2 + len(data)
+        pipe.outgoing.append(len(data).to_bytes(LENGTH_BYTES, "little") + data)
+        pipe.put_bytes += LENGTH_BYTES + len(data)
         pipe.wake_thread()
         self._is_full = pipe.waiting_out_bytes > HIGH_WATER_BYTES
         return not self._is_full

@@ -25,8 +25,9 @@ whoever has recorded a message 1 can send it again, and gets a message 2 that on
 The preamble has another magic then, so that public and private programs can tell each other what is wrong; only a
 private responder says nothing to a public program.
 
-A sealed segment is a Noise transport message (§5.1: counter nonces, one key per direction, at most 65,535 bytes). What
-is in it concerns p2p.transfer_core. Short segments stay in the processor's cache, let the receiver decrypt while the
+A sealed segment is what Noise calls a transport message (§5.1: counter nonces, one key per direction), only that it may
+be a little longer than the 65,535 bytes that Noise permits, so that a payload of 64 KiB needs one and not two. What is
+in it concerns p2p.transfer_core. Short segments stay in the processor's cache, let the receiver decrypt while the
 sender still encrypts, bound what a stranger can make a receiver buffer, and count as signs of life one by one.
 
 Randomness: the static private key is handed in; the ephemeral key is drawn by the ``noiseprotocol`` package (from the
@@ -58,8 +59,9 @@ MAX_HANDSHAKE_BYTES = 1024
 """The longest honest handshake message has 208 bytes; the rest is room for a longer payload in another version."""
 
 TAG_BYTES = 16
-MAX_SEGMENT_BYTES = 65_535
-"""The limit that the Noise specification sets for any message (§3)."""
+MAX_SEGMENT_BYTES = 68 * 1024
+"""64 KiB of payload, as rows of a power of two often have, and room for the header. Noise's own limit of 65,535 (§3) is
+for implementations with 16 bits of length; the cipher has none that matters (RFC 8439 §2.8: 256 GiB)."""
 
 MAX_SEGMENT_PLAIN_BYTES = MAX_SEGMENT_BYTES - TAG_BYTES
 

@@ -220,7 +220,7 @@ class ChannelReceiver(Protocol):
 class Channel(Protocol):
     """Carries messages with their boundaries, in order, unsealed and unauthenticated: what a transport implements.
 
-    A message has 1 to 65,535 bytes. All calls are made in the event loop.
+    A message has 1 to MAX_SEGMENT_BYTES (p2p.noise_core). All calls are made in the event loop.
     """
 
     @property

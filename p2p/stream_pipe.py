@@ -17,6 +17,9 @@ from dataclasses import dataclass, field
 
 from fusion_node.errors import PeerError
 
+LENGTH_BYTES = 4
+"""On the stream every message has its length in front, little-endian."""
+
 
 def _nobody() -> None: ...
 

@@ -24,7 +24,7 @@ Timers: none of its own; the shell's ACK_AFTER_S.
 
 Source: streams, offsets and credit as in QUIC (RFC 9000 §2-4), without packets: TCP below repairs losses already, so
 only what a lost link takes with it is sent again. Silly windows are avoided as by RFC 1122 §4.2.3.3: more is granted
-only when an eighth of the window is used up.
+only when a quarter of the window is used up.
 
 Ugly: after a change of links the old one may still deliver. Its chunks are taken as well, and what both bring is
 dropped by offset. Only frames of one key are ordered, so that a status may overtake a step.
@@ -81,7 +81,7 @@ MAX_DECODE_PAYLOAD_BYTES = 1024 * 1024
 LIMITS = (
     LaneLimits(256 * 1024, 4 + MAX_HEADER_BYTES),
     LaneLimits(2 * 1024 * 1024, 4 + MAX_HEADER_BYTES + MAX_DECODE_PAYLOAD_BYTES),
-    # 4 MiB per round trip are 40 MB/s at 100 ms, more than the uplinks that this is for.
+    # Three quarters of it per round trip are 30 MB/s at 100 ms, more than the uplinks that this is for.
     LaneLimits(4 * 1024 * 1024, MAX_FRAME_BYTES),
     LaneLimits(4 * 1024 * 1024, MAX_FRAME_BYTES),
 )
@@ -152,7 +152,7 @@ class _ReceivingLane:
         self.granted = limits.window_bytes
         self.told = 0
         self.told_granted = limits.window_bytes
-        self.ack_at = limits.window_bytes >> 3
+        self.ack_at = limits.window_bytes >> 2
         self.frame: memoryview | None = None
         self.filled = 0
 
@@ -469,7 +469,7 @@ class Transfer:
         self.wants_ack = False
         for receiving in self._in:
             receiving.told, receiving.told_granted = receiving.received, receiving.granted
-            receiving.ack_at = receiving.received + (receiving.window_bytes >> 3)
+            receiving.ack_at = receiving.received + (receiving.window_bytes >> 2)
         return told
 
     def has_news(self) -> bool:

@@ -2,7 +2,7 @@
 
 One path, binary messages, no compression, no certificates: identity and secrecy come from the Noise handshake inside,
 so that a link passes HTTP proxies without having to trust them. Every message is one handshake message or one sealed
-segment, at most 64 KiB, which also bounds what a stranger can make us buffer.
+segment, at most 68 KiB, which also bounds what a stranger can make us buffer.
 
 aiohttp does HTTP up to the upgrade, on both sides; then a channel of ours takes over its transport, as the head of
 p2p.websocket_core explains.
@@ -64,7 +64,7 @@ HANDSHAKE_TIMEOUT_S = 10.0
 """From the TCP accept to a proven identity. Two round trips and 5 ms of CPU; 10 s is a very bad satellite link."""
 
 MAX_UNAUTHENTICATED = 64
-"""Connections per listener without a proven identity. 64 of them can hold 64 x 128 KiB of buffers. When there are so
+"""Connections per listener without a proven identity. 64 of them can hold 64 x 136 KiB of buffers. When there are so
 many, the oldest of the host that has most makes way for a newcomer, or else one that has taken PATIENCE_S already."""
 
 PATIENCE_S = 2.0

@@ -1,6 +1,6 @@
 """Long-lived streams that carry the messages of data-plane links, pumped to and from the event loop (p2p.stream_pipe).
 
-On the stream every message has its length in front, 16 bits, little-endian: a stream that is reset looks like one that
+On the stream every message has its length in front, 32 bits, little-endian: a stream that is reset looks like one that
 was closed (trap 11), so nothing is made of what comes before an end inside one.
 
 The library resets a stream whose window is full for five seconds (trap 4 of the measurements). Hence the reader here
@@ -30,7 +30,8 @@ from p2p.control import IncomingStream, OpenedStream
 from p2p.libp2p_adapter.connections import close_if_dead, close_quietly, path_of, remote_address, stream_on
 from p2p.libp2p_adapter.dialing import GONE_S, Dialer
 from p2p.libp2p_adapter.messages import translated
-from p2p.stream_pipe import StreamPipe
+from p2p.noise_core import MAX_SEGMENT_BYTES
+from p2p.stream_pipe import LENGTH_BYTES, StreamPipe
 
 PROTOCOL = TProtocol("/fusion/data/2")
 
@@ -50,8 +51,6 @@ SILENT_S = 3.0
 """Of a link that is cut here, after which the connection below is looked at."""
 
 CLOSE_TIMEOUT_S = 1.0
-
-LENGTH_BYTES = 2
 
 log = logging.getLogger(__name__)
 
@@ -216,13 +215,14 @@ class _Pump:
             self._last_read = trio.current_time()
             at = 0
             while len(buffer) - at >= LENGTH_BYTES:
-                stop = at + LENGTH_BYTES + int.from_bytes(buffer[at : at + LENGTH_BYTES], "little")
-                if stop == at + LENGTH_BYTES:
-                    raise ParseError("an empty message")
+                size = int.from_bytes(buffer[at : at + LENGTH_BYTES], "little")
+                if not 0 < size <= MAX_SEGMENT_BYTES:
+                    raise ParseError(f"a message of {size} bytes")
+                stop = at + LENGTH_BYTES + size
                 if stop > len(buffer):
                     break
                 pipe.incoming.append(bytes(buffer[at + LENGTH_BYTES : stop]))
-                pipe.come_bytes += stop - at - LENGTH_BYTES
+                pipe.come_bytes += size
                 at = stop
             if at:
                 del buffer[:at]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -88,6 +89,9 @@ def test_sealed_segments_match_the_vectors_and_plain_chacha20_poly1305() -> None
         nonce = bytes(4) + counter.to_bytes(8, "little")
         assert ChaCha20Poly1305(key).encrypt(nonce, plain, None) == segment
         assert opener.open(segment) == plain
+    longest = sealer.seal(make_data_plane.LONGEST_CONTENT)
+    assert hashlib.sha256(longest).hexdigest() == VECTORS["longest_segment"]["sealed_sha256"]
+    assert opener.open(longest) == make_data_plane.LONGEST_CONTENT
 
 
 def test_segment_can_be_opened_where_its_content_is_wanted() -> None:

@@ -295,6 +295,12 @@ def test_short_frame_is_one_segment_with_its_length_in_front() -> None:
     assert theirs.receive(link.positions[1], segments[0]) == b"headpayload"
 
 
+def test_payload_of_64_kib_is_one_segment_with_its_header() -> None:
+    ours = connected()[0].sides[0].transfer
+    ours.queue(Lane.DECODE, b"k", bytes(1000), bytes(64 * 1024))
+    assert len(drain(ours)) == 1
+
+
 def test_long_frame_is_chunked_and_comes_back_read_only() -> None:
     world, link = connected()
     ours, theirs = (side.transfer for side in world.sides)
@@ -339,7 +345,7 @@ def test_frame_follows_the_one_before_it_of_its_key() -> None:
     ours.queue(Lane.PREFILL, b"k", b"head", bytes(200_000))
     ours.queue(Lane.DECODE, b"k", b"head")
     ours.queue(Lane.CONTROL, b"other", b"head")
-    assert lanes_of(drain(ours)) == [Lane.CONTROL] + [Lane.PREFILL] * 5
+    assert lanes_of(drain(ours)) == [Lane.CONTROL] + [Lane.PREFILL] * 4
 
 
 def test_frame_that_is_less_urgent_waits_for_the_one_before_it_and_holds_up_no_more_urgent_one() -> None:
@@ -412,7 +418,7 @@ def test_while_memory_is_short_an_unfinished_frame_gets_no_more_credit_and_other
     assert set(lanes_of(drain(ours))) == {Lane.CONTROL, Lane.PREFILL}
 
 
-def test_acknowledgements_are_asked_for_by_the_eighth_of_a_window() -> None:
+def test_acknowledgements_are_asked_for_by_the_quarter_of_a_window() -> None:
     world, link = connected()
     ours, theirs = (side.transfer for side in world.sides)
     num_acks = 0
@@ -423,7 +429,7 @@ def test_acknowledgements_are_asked_for_by_the_eighth_of_a_window() -> None:
         if theirs.wants_ack:
             num_acks += 1
             ours.acked(*theirs.ack())
-    assert num_acks == 100 * 4104 // (LIMITS[Lane.DECODE].window_bytes // 8)
+    assert num_acks == 100 * 4104 // (LIMITS[Lane.DECODE].window_bytes // 4)
     assert theirs.has_news()
     ours.acked(*theirs.ack())
     assert not theirs.has_news()

@@ -8,6 +8,7 @@ together with PROTOCOL_VERSION. Bytes are hexadecimal.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import warnings
 from pathlib import Path
@@ -36,7 +37,7 @@ from p2p.messages import (
     TensorMeta,
     encode_message,
 )
-from p2p.noise_core import Handshake, Sealer
+from p2p.noise_core import MAX_SEGMENT_PLAIN_BYTES, Handshake, Sealer
 from p2p.records import (
     PROTOCOL_VERSION,
     NodeRecord,
@@ -131,6 +132,7 @@ LINK_MESSAGES: tuple[AnyLinkMessage, ...] = (
     Pong(1),
     Goodbye("draining"),
 )
+LONGEST_CONTENT = bytes(i % 251 for i in range(MAX_SEGMENT_PLAIN_BYTES))
 LONG = StepResult(SESSION, 0, 5, (9,), TensorMeta("f32", 1, 25), ())
 
 
@@ -157,6 +159,35 @@ def transfer() -> dict[str, Any]:
         "first_link": [plain.hex() for plain in first if plain is not None],
         "received": received,
         "next_link": [again.hex()],
+    }
+
+
+def hello_pair() -> dict[str, Any]:
+    """Hellos on a second link, of which the first was written before what it says was overtaken by an acknowledgement.
+
+    So the side that answers begins its prefill lane later than the one that dialled has asked for.
+    """
+    dialling, answering = Transfer(), Transfer()
+    answering.resume(*dialling.ack())
+    dialling.resume(*answering.ack())
+    position = dialling.begin_link()
+    for _ in range(2):
+        answering.queue(Lane.PREFILL, SESSION, encode_message(LONG), bytes(range(100)))
+    first, second = answering.next_segment(), answering.next_segment()
+    assert first is not None
+    assert second is not None
+    dialling.receive(position, first)
+    said, new_position = dialling.tell(), dialling.begin_link()
+    dialling.receive(position, second)
+    answering.acked(*dialling.ack())
+    starts = answering.resume(*said)
+    dialling.expect(new_position, starts)
+    assert starts != said[0]
+    tokens = bytes(range(8)), bytes(range(8, 16))
+    hellos = Hello(*tokens, 2, *said), Hello(*tokens[::-1], 2, *answering.ack(), starts)
+    return {
+        side: {"fields": _plain(hello), "content": encode_link_message(hello).hex()}
+        for side, hello in zip(("dialling", "answering"), hellos, strict=True)
     }
 
 
@@ -206,7 +237,13 @@ def vectors() -> dict[str, Any]:
             }
             for message in LINK_MESSAGES
         ],
+        # Goes on after those; its content are the bytes i mod 251.
+        "longest_segment": {
+            "content_bytes": MAX_SEGMENT_PLAIN_BYTES,
+            "sealed_sha256": hashlib.sha256(sealer.seal(LONGEST_CONTENT)).hexdigest(),
+        },
         "transfer": _plain(transfer()),
+        "hello_pair": hello_pair(),
         "messages": [
             {
                 "type": type(message).__name__,
