@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import multiaddr
+import pytest
 import trio
 import trio.testing
 from libp2p.crypto.ed25519 import create_new_key_pair
@@ -15,7 +16,7 @@ from libp2p.peer.id import ID
 from libp2p.peer.peerinfo import PeerInfo
 
 from fusion_node.types import PeerId
-from p2p.control import SENDER
+from p2p.control import SENDER, FoundPeer
 from p2p.kademlia_core import MAX_PER_TABLE
 from p2p.libp2p_adapter import kademlia
 from p2p.libp2p_adapter.hardening import MAX_PROVIDERS_PER_KEY
@@ -126,6 +127,48 @@ def test_flood_of_providers_from_one_network_displaces_itself() -> None:
     assert len(held) == MAX_PROVIDERS_PER_KEY
     assert early in held
     assert all(each in held for each in late)
+
+
+def test_providers_are_read_in_turn_and_once_while_others_do_their_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_read = num_turns = 0
+    address = multiaddr.Multiaddr
+
+    def count(data: bytes) -> Any:
+        nonlocal num_read
+        num_read += 1
+        return address(data)
+
+    def named(numbers: range) -> list[tuple[bytes, list[bytes]]]:
+        return [
+            (
+                peer_id(number).to_bytes(),
+                [address(f"/ip4/9.9.{number % 250}.1/tcp/{port}").to_bytes() for port in range(1, 9)],
+            )
+            for number in numbers
+        ]
+
+    honest, liar, other_liar = named(range(1, 6)), named(range(1000, 1200)), named(range(2000, 2200))
+    nonsense = [(b"x" * 38, [b"y"]), (peer_id(9).to_bytes(), [b"", b"y" * 100, b"z" * 1000])]
+
+    async def work() -> list[FoundPeer]:
+        async def others() -> None:
+            nonlocal num_turns
+            while True:
+                num_turns += 1
+                await trio.lowlevel.checkpoint()
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(others)
+            found = await kademlia.found_in_turn([liar, other_liar, liar, nonsense, honest, honest])
+            nursery.cancel_scope.cancel()
+        return found
+
+    monkeypatch.setattr(kademlia.multiaddr, "Multiaddr", count)
+    found = {each.peer: each.addresses for each in trio.run(work)}
+    assert len(found) == kademlia.MAX_FOUND_PROVIDERS - 1  # and the one without an address
+    assert all(len(found[PeerId(peer_id(number).to_base58())]) == 8 for number in range(1, 6))
+    assert num_read <= 8 * kademlia.MAX_FOUND_PROVIDERS
+    assert num_turns >= num_read - 2  # which of the two is first in a turn is up to chance
 
 
 class Stream:
