@@ -168,7 +168,8 @@ class LinkEnd:
     def post_ack(self) -> None:
         """Acknowledges what has arrived, now or as soon as the transport has room."""
         connection = self.connection
-        if connection is None:
+        if connection is None or connection.end is not self:  # the peer would not read it
+            self._owes_ack = False
             return
         self._owes_ack = not self.link.is_writable
         if not self._owes_ack:
@@ -356,6 +357,7 @@ class Connection:
         self.seen_at = now
         self.seen_progress = 0
         self.progress_at = now
+        self.pace_Bps = 0.0
         self._unfinished: dict[tuple[int, int], float] = {}
         self._owner = owner
         self._on_frame = on_frame
@@ -373,6 +375,24 @@ class Connection:
         counters = [end.link.counters for end in self.ends]
         num_segments = self._past_segments_in + sum(each.segments_in for each in counters)
         return num_segments, self._past_bytes_in + sum(each.bytes_in for each in counters)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of frames that wait, or that the peer has not acknowledged."""
+        return self.transfer.queued_bytes + self.transfer.sent_bytes - self.transfer.acked_bytes
+
+    def is_stalled(self, now: float, num_bytes: int, within_s: float) -> bool:
+        """Whether something has waited for so long while the peer did not acknowledge so many bytes."""
+        acked = self.transfer.acked_bytes
+        gained, for_s = acked - self.seen_progress, now - self.progress_at
+        if gained >= num_bytes or not self.transfer.queued_bytes:
+            self.seen_progress, self.progress_at = acked, now
+            if for_s > 0:
+                self.pace_Bps = gained / for_s
+            return False
+        if for_s > 0:
+            self.pace_Bps = min(self.pace_Bps, gained / for_s)
+        return for_s >= within_s
 
     def look_at_unfinished(self, now: float) -> None:
         """Notes since when each frame is under way: its own beginning counts, whatever else comes meanwhile."""
@@ -541,7 +561,8 @@ class Connection:
         self.epoch = max(self.epoch, hello.epoch)
         self.end, self.rank = end, end.rank
         self.suspension = None
-        self.progress_at = now
+        if replaced is None:  # not for every link: who makes a new one now and then would never be stalled
+            self.progress_at = min(self.progress_at + (now - self.suspended_at), now)
         self.num_resumed += self.is_established
         self.is_established = True
         if not self.ready.done():

@@ -12,8 +12,9 @@ A peer is lost when it says goodbye or breaks the protocol; when it no longer kn
 restarted; when it hangs up and nobody listens at its addresses any more; and RESUME_S after its link, which a silent
 one is DEAD_AFTER_S after the last sign of life. So it takes ten seconds at most, and milliseconds after a crash.
 
-Sending never waits. Each connection has a bounded queue, and a peer that lets it overflow, or grants nothing for
-STALLED_AFTER_S while something waits, does not read and is dropped.
+Sending never waits. Each connection has a bounded queue, and a peer that lets it overflow, or acknowledges less than
+STALLED_BYTES in STALLED_AFTER_S while something waits, does not read and is dropped. All of them together keep at most
+MAX_HELD_BYTES of what is not acknowledged; those go first that would take longest to take theirs.
 """
 
 from __future__ import annotations
@@ -53,6 +54,9 @@ from p2p.upload_core import Upload
 MAX_QUEUE_BYTES = 2 * MAX_FRAME_BYTES
 """Per connection, beside what was sent. Room for one largest frame behind another."""
 
+MAX_HELD_BYTES = 16 * MAX_FRAME_BYTES
+"""Per pool, of frames that wait or are not acknowledged: 512 MiB, where 512 queues could hold 32 GiB."""
+
 MAX_LINKS = 512
 """Connections per pool. A node of a large swarm talks to tens of peers at a time; 512 idle ones are 30 MB."""
 
@@ -84,8 +88,8 @@ RESUME_S = 4.0
 HELLO_TIMEOUT_S = 5.0
 """From a link to the peer's Hello on it. One round trip; who takes longer is no use, or means no good."""
 
-STALLED_AFTER_S = 20.0
-"""Without an acknowledgement or credit, while something waits: ten chunks of 4 KiB at 2 kB/s."""
+STALLED_AFTER_S, STALLED_BYTES = 20.0, 16 * 1024
+"""So little acknowledged in so long, while something waits: 0.8 kB/s; the slowest lines that this is for carry 2."""
 
 GOODBYE_S = 1.0
 """How long a closing pool lets its connections write out what is queued."""
@@ -162,6 +166,7 @@ class LinkPool:
         max_links: int = MAX_LINKS,
         max_queue_bytes: int = MAX_QUEUE_BYTES,
         max_unfinished_bytes: int = MAX_UNFINISHED_BYTES,
+        max_held_bytes: int = MAX_HELD_BYTES,
         max_upload_Bps: float | None = None,
         features: Sequence[str] = (),
     ) -> None:
@@ -175,6 +180,7 @@ class LinkPool:
         self._max_links = max_links
         self._max_queue_bytes = max_queue_bytes
         self._max_unfinished_bytes = max_unfinished_bytes
+        self._max_held_bytes = max_held_bytes
         self._features = tuple(features)
         self._upload = None if max_upload_Bps is None else Upload(max_upload_Bps, now=clock())
         self._upload_timer: asyncio.TimerHandle | None = None
@@ -403,6 +409,7 @@ class LinkPool:
                 self._refused["no-hello"] += 1
                 end.link.abort("the peer did not say Hello")
         self._guarded(self._bound_unfinished)
+        self._guarded(self._bound_held)
 
     # Owner: what happens on the links.
 
@@ -739,10 +746,7 @@ class LinkPool:
             self._look_for_better(connection, now)
         if connection.transfer.has_news():
             end.post_ack()
-        if connection.transfer.progress != connection.seen_progress or not connection.transfer.queued_bytes:
-            connection.seen_progress = connection.transfer.progress
-            connection.progress_at = now
-        elif now - connection.progress_at >= STALLED_AFTER_S:
+        if connection.is_stalled(now, STALLED_BYTES, STALLED_AFTER_S):
             self.fail(connection, PeerTimeout(peer, f"peer {short(peer)} does not read what it is sent"))
 
     def _wait_for_link(self, connection: Connection, now: float) -> None:
@@ -835,6 +839,20 @@ class LinkPool:
         if self._has(connection):
             self._refused["unfinished-frame"] += 1
             why = f"peer {short(connection.peer)} did not finish a frame while memory was short"
+            self.fail(connection, PeerTimeout(connection.peer, why))
+
+    def _bound_held(self) -> None:
+        """Ends connections until all together keep what they may, first those that would take longest for theirs."""
+        held_bytes = {connection: connection.held_bytes for connection in self._connections.values()}
+        total_bytes = sum(held_bytes.values())
+        if total_bytes <= self._max_held_bytes:
+            return
+        for connection in sorted(held_bytes, key=lambda each: held_bytes[each] / (each.pace_Bps + 1.0), reverse=True):
+            if total_bytes <= self._max_held_bytes:
+                return
+            total_bytes -= held_bytes[connection]
+            self._refused["held-frames"] += 1
+            why = f"peer {short(connection.peer)} took what it is sent too slowly while memory was short"
             self.fail(connection, PeerTimeout(connection.peer, why))
 
     def _upload_due(self) -> None:

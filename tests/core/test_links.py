@@ -390,6 +390,54 @@ async def test_peer_that_grants_nothing_while_something_waits_is_dropped_in_time
     assert "does not read" in str(error)
 
 
+async def test_peer_that_acknowledges_next_to_nothing_is_dropped_in_time_over_whatever_links(
+    swarm: Swarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours, theirs = await swarm.pair()
+    transfer = theirs.pool._connections[ours.peer].transfer
+    monkeypatch.setattr(transfer, "_may_grant", lambda receiving: False)
+    payload = bytes(1_000_000)
+    for number in range(4):
+        ours.pool.send(theirs.peer, result(number, payload), payload)
+    await swarm.settle()
+    await swarm.advance(2 * TICK_S)
+    for number in range(4):
+        await swarm.advance(STALLED_AFTER_S / 4 - TICK_S)
+        assert ours.closed == []
+        swarm.world.cut(ours.host, theirs.host)
+        await until(lambda: ours.pool.counters["resumed"] == number + 1)  # noqa: B023
+        transfer._in[Lane.DECODE].granted += 1  # and one more byte comes
+    await swarm.advance(6 * TICK_S)
+    ((_, error),) = ours.closed
+    assert isinstance(error, PeerTimeout)
+
+
+async def test_all_queues_together_are_bounded_and_the_slowest_goes_first(swarm: Swarm) -> None:
+    ours = await swarm.node(max_held_bytes=6_000_000)
+    fast, slow = await swarm.node(), await swarm.node()
+    payload = bytes(1_000_000)
+    for node in (fast, slow):
+        await ours.pool.connect(node.peer, [node.address])
+        await swarm.settle()
+    swarm.world.tamper(slow.host, ours.host, lambda segment: ())  # it takes all and says nothing
+    for number in range(20):
+        ours.pool.send(fast.peer, result(number, payload), payload)
+        await until(lambda: len(fast.frames) == number + 1)  # noqa: B023
+    await swarm.settle()
+    for number in range(4):
+        ours.pool.send(slow.peer, result(number, payload), payload)
+    await swarm.advance(TICK_S)
+    assert ours.closed == []
+    for node in (slow, fast):
+        for number in range(4):
+            ours.pool.send(node.peer, result(number, payload), payload)
+        ours.pool.tick()
+    ((peer, error),) = ours.closed
+    assert peer == slow.peer
+    assert isinstance(error, PeerTimeout)
+    assert ours.pool.counters["refused_held-frames"] == 1
+
+
 async def test_silent_peer_is_lost_when_it_is_dead_and_cannot_be_dialled_again(swarm: Swarm) -> None:
     ours, theirs = await swarm.pair()
     swarm.world.black_hole(ours.host, theirs.host)
