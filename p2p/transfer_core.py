@@ -395,6 +395,9 @@ class Transfer:
             if not said <= start <= receiving.received:
                 raise WireError("a link does not begin where the last one ended")
         position.at[:] = starts
+        # The peer has left the older link when it answered: what we acknowledged there since then, it has not read.
+        for receiving in self._in:
+            receiving.told, receiving.told_granted = 0, receiving.window_bytes
 
     def receive(self, position: Position, plain: bytes) -> memoryview | None:
         """Takes the content of a segment with a chunk; returns the frame that it completes, read-only.

@@ -550,6 +550,19 @@ def test_hello_on_a_link_that_comes_to_nothing_told_nothing() -> None:
     assert drain(ours)
 
 
+def test_acknowledgement_on_a_link_that_the_peer_has_left_already_is_repeated_on_the_next() -> None:
+    world, link = connected()
+    ours, theirs = (side.transfer for side in world.sides)
+    ours.queue(Lane.PREFILL, None, bytes(1000))
+    (segment,) = drain(ours)
+    following = world.dial(1)
+    world.deliver(0, following)
+    theirs.receive(link.positions[1], segment)  # type: ignore[arg-type]
+    theirs.ack()  # which nobody reads, for the answer is on its way
+    world.deliver(1, following)
+    assert theirs.has_news()
+
+
 def test_hello_that_cannot_be_in_its_last_lane_changes_no_other() -> None:
     world, _ = connected()
     ours = world.sides[0].transfer
