@@ -191,35 +191,6 @@ def hello_pair() -> dict[str, Any]:
     }
 
 
-def hello_pair() -> dict[str, Any]:
-    """Hellos on a second link, of which the first was written before what it says was overtaken by an acknowledgement.
-
-    So the side that answers begins its prefill lane later than the one that dialled has asked for.
-    """
-    dialling, answering = Transfer(), Transfer()
-    answering.resume(*dialling.ack())
-    dialling.resume(*answering.ack())
-    position = dialling.begin_link()
-    for _ in range(2):
-        answering.queue(Lane.PREFILL, SESSION, encode_message(LONG), bytes(range(100)))
-    first, second = answering.next_segment(), answering.next_segment()
-    assert first is not None
-    assert second is not None
-    dialling.receive(position, first)
-    said, new_position = dialling.tell(), dialling.begin_link()
-    dialling.receive(position, second)
-    answering.acked(*dialling.ack())
-    starts = answering.resume(*said)
-    dialling.expect(new_position, starts)
-    assert starts != said[0]
-    tokens = bytes(range(8)), bytes(range(8, 16))
-    hellos = Hello(*tokens, 2, *said), Hello(*tokens[::-1], 2, *answering.ack(), starts)
-    return {
-        side: {"fields": _plain(hello), "content": encode_link_message(hello).hex()}
-        for side, hello in zip(("dialling", "answering"), hellos, strict=True)
-    }
-
-
 def handshake() -> tuple[Handshake, Handshake, list[bytes]]:
     """Both sides after a handshake with fixed keys, and the three messages."""
     with warnings.catch_warnings():
@@ -272,7 +243,6 @@ def vectors() -> dict[str, Any]:
             "sealed_sha256": hashlib.sha256(sealer.seal(LONGEST_CONTENT)).hexdigest(),
         },
         "transfer": _plain(transfer()),
-        "hello_pair": hello_pair(),
         "hello_pair": hello_pair(),
         "messages": [
             {
