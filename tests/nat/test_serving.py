@@ -29,9 +29,16 @@ FREE = ("--puzzle-bits", "0")
 
 
 @pytest.fixture
-def swarm(
-    internet: Internet, nodes: Nursery, test_home: Path, builtin_model: StoredModel, tmp_path: Path
-) -> Iterator[str]:
+def own_home(test_home: Path, builtin_model: StoredModel, tmp_path: Path) -> Path:
+    """With the models of the common one and a peer book of its own: who is met here is nowhere else."""
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "models").symlink_to(test_home / "models")
+    return home
+
+
+@pytest.fixture
+def swarm(internet: Internet, nodes: Nursery, own_home: Path, tmp_path: Path) -> Iterator[str]:
     """Two nodes with half of the model each, behind routers of both kinds; the address of the only public peer."""
     relay = nodes.start("relay", host=internet.host("relay"), relay=True).addresses[0]
     with ExitStack() as stack:
@@ -41,7 +48,7 @@ def swarm(
             node = NodeProcess.start(
                 layers,
                 folder=tmp_path / layers.replace(":", "-"),
-                home=test_home,
+                home=own_home,
                 peers=[relay],
                 options=("--listen", "0.0.0.0:4600", *FREE),
                 prefix=host.command(),
@@ -54,7 +61,7 @@ def swarm(
 
 
 def test_nodes_behind_routers_serve_a_user_behind_another_one_with_the_right_tokens(
-    internet: Internet, swarm: str, test_home: Path, builtin_model: StoredModel
+    internet: Internet, swarm: str, own_home: Path, builtin_model: StoredModel
 ) -> None:
     user = internet.router("ru").host("user")
     command = user.command(
@@ -64,7 +71,7 @@ def test_nodes_behind_routers_serve_a_user_behind_another_one_with_the_right_tok
     done = subprocess.run(
         command,
         cwd=REPOSITORY,
-        env=environment(test_home),
+        env=environment(own_home),
         capture_output=True,
         text=True,
         timeout=GENERATE_S,
