@@ -1,4 +1,4 @@
-"""What is changed in yamux, between two real hosts on loopback (traps 26 to 28 of docs/protocol-network.md)."""
+"""What is changed in yamux, between two real hosts on loopback (traps 33 and 35 of docs/protocol-network.md)."""
 
 from __future__ import annotations
 
