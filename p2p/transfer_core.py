@@ -338,11 +338,6 @@ class Transfer:
         return tuple(sending.sent for sending in self._out)
 
     @property
-    def progress(self) -> int:
-        """Grows with everything that the peer acknowledges or grants."""
-        return sum(sending.acked + sending.granted for sending in self._out)
-
-    @property
     def acked_bytes(self) -> int:
         """What the peer has acknowledged, of all lanes."""
         return sum(sending.acked for sending in self._out)

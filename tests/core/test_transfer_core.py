@@ -513,10 +513,10 @@ def test_grant_of_more_than_a_window_is_refused_and_changes_nothing(lane: Lane, 
     received, granted = [0] * NUM_LANES, [each.window_bytes for each in LIMITS]
     received[lane], granted[lane] = 1004, 1004 + LIMITS[lane].window_bytes + 1
     take = ours.resume if in_hello else ours.acked
-    before = ours.progress
+    before = ours.acked_bytes
     with pytest.raises(WireError, match="window"):
         take(received, granted)
-    assert (ours.progress, ours.queued_bytes, ours.retained_bytes) == (before, 0, 1004)
+    assert (ours.acked_bytes, ours.queued_bytes, ours.retained_bytes) == (before, 0, 1004)
     granted[lane] -= 1
     take(received, granted)
     assert ours.retained_bytes == 0
@@ -569,16 +569,16 @@ def test_hello_that_cannot_be_in_its_last_lane_changes_no_other() -> None:
     for lane in Lane:
         ours.queue(lane, None, bytes(1000))
     drain(ours)
-    before = (ours.progress, ours.queued_bytes, ours.retained_bytes)
+    before = (ours.acked_bytes, ours.queued_bytes, ours.retained_bytes)
     for received in ((0, 0, 0, 1005), (1004, 1004, 1004, 2)):
         with pytest.raises(WireError):
             ours.resume(received, [each.window_bytes for each in LIMITS])
-        assert (ours.progress, ours.queued_bytes, ours.retained_bytes) == before
+        assert (ours.acked_bytes, ours.queued_bytes, ours.retained_bytes) == before
         assert drain(ours) == []
     for received in ((1004, 0, 0, 1005), (2000, 0, 0, 0)):
         with pytest.raises(WireError):
             ours.acked(received, [each.window_bytes for each in LIMITS])
-        assert (ours.progress, ours.queued_bytes, ours.retained_bytes) == before
+        assert (ours.acked_bytes, ours.queued_bytes, ours.retained_bytes) == before
 
 
 def test_hello_that_is_older_than_an_acknowledgement_or_stands_within_a_length() -> None:
