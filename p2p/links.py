@@ -15,6 +15,9 @@ one is DEAD_AFTER_S after the last sign of life. So it takes ten seconds at most
 Sending never waits. Each connection has a bounded queue, and a peer that lets it overflow, or acknowledges less than
 STALLED_BYTES in STALLED_AFTER_S while something waits, does not read and is dropped. All of them together keep at most
 MAX_HELD_BYTES of what is not acknowledged; those go first that would take longest to take theirs.
+
+Above 600 lines: a fifth are constants with their reasons, and links come, go and are bounded in one table. The bounds
+that the ticker looks after would be the first to leave.
 """
 
 from __future__ import annotations

@@ -26,6 +26,9 @@ What is still ugly: a peer that knows a second way to this node can bring a nonc
 For the addresses of interfaces the local end of the connection shows it, for those of a router nothing does; it takes
 NUM_NEEDED such peers, or a swarm that has no other, and costs those who dial a failed attempt. And a host with several
 addresses gets only those confirmed from which its peers happen to see it.
+
+Above 600 lines: choosing, judging and what observations make of it change the same rounds; the words of verdicts are in
+p2p.reachability_verdict.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 The event loop decides and never computes; one thread per device computes and never decides. Steps of all sessions wait
 in the batching core, which says what runs together in the next forward; a step may be spread over several.
+
+Above 600 lines: sessions, steps and forwards hold on to one another; all that is decided about them is in the cores.
 """
 
 from __future__ import annotations
