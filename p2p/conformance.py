@@ -2,7 +2,9 @@
 
 After trio's ``check_two_way_stream``: a check gets a Bench, which makes networks that can reach one another, and
 raises AssertionError when the implementation is wrong. A new transport is right when it passes CHECKS. The first half
-of them looks at links alone, the second at two pools of connections above them. Above 600 lines: it is a list of checks.
+of them looks at links alone, the second at two pools of connections above them.
+
+Above 600 lines: it is a list of checks.
 """
 
 # ruff: noqa: S101 - asserting is the job of this library
