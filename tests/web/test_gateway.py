@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import io
 import json
+import logging
 import socket
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fusion_node.cli.logs import LogFormat, configure_logs
 from fusion_node.client.sampling import SamplingParams
 from fusion_node.client.swarm import Generation, GenerationStats, StageReport
 from fusion_node.client.text_stream import TextStream
@@ -678,19 +680,28 @@ async def test_port_in_use_is_address_in_use() -> None:
 # what is logged
 
 
+@pytest.fixture
+def written(capfd: pytest.CaptureFixture[str]) -> Iterator[Callable[[], str]]:
+    """What the program writes, with its logs set up as `serve` does, whatever other tests have made of them."""
+    root = logging.getLogger()
+    before = root.handlers[:], root.level
+    configure_logs(LogFormat.JSON, verbose=True)
+    yield lambda: "".join(capfd.readouterr())
+    root.handlers[:] = before[0]
+    root.setLevel(before[1])
+
+
 @pytest.mark.parametrize("fails", [None, PeerClosed("12D3node", "node is gone")])
-async def test_log_holds_neither_prompt_nor_answer(
-    fails: Exception | None, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_log_holds_neither_prompt_nor_answer(fails: Exception | None, written: Callable[[], str]) -> None:
     swarm = FakeSwarm(words=("The answer", " is a secret too"), fails=fails, fails_at=1)
     async with gateway(swarm) as url, aiohttp.ClientSession() as session:
         await post(session, url, chat(messages=[{"role": "user", "content": SECRET}]))
         await post(session, url, chat(messages=[{"role": "user", "content": SECRET}], tool_choice=SECRET))
         await post(session, url, chat(messages=[{"role": SECRET, "content": SECRET}]))
-    written = "".join(capfd.readouterr()) + caplog.text
-    assert ("answer failed" if fails else "answered") in written
-    assert "crown" not in written
-    assert "secret" not in written
+    told = written()
+    assert ("answer failed" if fails else "answered") in told
+    assert "crown" not in told
+    assert "secret" not in told
 
 
 # fuzzing
