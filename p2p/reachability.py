@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import socket
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
-
-import structlog
 
 from fusion_node.errors import FusionError
 from fusion_node.types import PeerId
@@ -43,7 +42,7 @@ MAX_PROBED = 4
 
 T = TypeVar("T")
 
-log = structlog.get_logger(__name__)
+log = logging.getLogger(__name__)
 
 
 class ControlPlane(Protocol):
@@ -184,7 +183,7 @@ class Reachability:
     def reached(self, plane: Plane, nonce: bytes, local_host: str) -> None:
         """Somebody has brought a nonce to a listener."""
         if self._core.reached(plane, nonce, local_host, now=self._clock()):
-            log.debug("dialled back", plane=plane.value, at=local_host)
+            log.debug("dialled back at %s, %s plane", local_host, plane.value)
             self._tell_changes()
         self._wake.set()
 
@@ -255,7 +254,7 @@ class Reachability:
             answer = decode_answer(reply)
             ends = await self._ends_of(ask.peer)
         except (FusionError, WireError) as error:
-            log.debug("a peer does not dial back", peer=ask.peer, reason=str(error))
+            log.debug("peer %s does not dial back: %s", ask.peer, error)
             self._core.unanswered(ask.peer, now=self._clock())
         else:
             observation = _observation(answer, ends)
@@ -353,7 +352,7 @@ class Reachability:
         if now == self._told:
             return
         self._told = now
-        log.debug("reachability", overall=verdict.overall.value, announced=[str(each) for each in now[0]])
+        log.debug("reachability: %s, announced: %s", verdict.overall.value, ", ".join(map(str, now[0])) or "nothing")
         self.addresses_changed()
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
