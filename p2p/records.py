@@ -350,11 +350,6 @@ class RecordTable:
         held = self._held.get(peer)
         return held.record if held is not None and held.record.expires_at > now else None
 
-    @property
-    def num_held(self) -> int:
-        """Records held, those among them that have expired since the last ``expire``."""
-        return len(self._held)
-
     def envelope_of(self, peer: str, *, now: UnixS) -> bytes | None:
         """The signed form of a live record, for passing on."""
         held = self._held.get(peer)
