@@ -70,14 +70,18 @@ ATTEMPTS_OF_A_PEER = Rate(per_s=9 / 3600, burst=9.0)
 TURN_S = 15.0
 """For one attempt: the exchange, both dials, and a relay that is slow to tell how it sees us."""
 
-WAIT_S = 4.0
-"""For a turn. Who gives the signal does not wait longer for an answer than EXCHANGE_TIMEOUT_S."""
-
 MAX_AT_ONCE = 8
 """Two sockets each."""
 
 MAX_TRYING = 64
 """Peers with whom a hole is being punched, most of them between two attempts."""
+
+ANSWER_WAIT_S = 4.0
+"""For a turn to answer in. Who gives the signal does not wait longer than EXCHANGE_TIMEOUT_S."""
+
+OWN_WAIT_S = TURN_S * MAX_TRYING / MAX_AT_ONCE
+"""For a turn to give the signal in, which come in the order asked for: so long at most, if all before us stall. With
+less, some who stall would have every turn whenever somebody else looks."""
 
 MAX_REMEMBERED = 1024
 
@@ -124,7 +128,7 @@ class HolePuncher:
                     return
                 if not self._attempts.take(their_id, 1, now=trio.current_time()):
                     return
-                async with self._turn() as has_turn:
+                async with self._turn(OWN_WAIT_S) as has_turn:
                     if has_turn:
                         with suppress(FusionError), translated(their_id.to_base58()):
                             await self._initiate(connection, their_id)
@@ -134,9 +138,9 @@ class HolePuncher:
             self.trying.discard(their_id)
 
     @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[bool]:
-        """Waits WAIT_S for one of MAX_AT_ONCE turns, whether there is one, and ends it after TURN_S."""
-        with trio.move_on_after(WAIT_S) as waiting:
+    async def _turn(self, wait_s: float) -> AsyncIterator[bool]:
+        """Waits so long for one of MAX_AT_ONCE turns, says whether there is one, and ends it after TURN_S."""
+        with trio.move_on_after(wait_s) as waiting:
             await self._limiter.acquire()
         if waiting.cancelled_caught:
             yield False
@@ -172,7 +176,7 @@ class HolePuncher:
                     return
                 self.trying.add(their_id)
                 try:
-                    async with self._turn() as has_turn:
+                    async with self._turn(ANSWER_WAIT_S) as has_turn:
                         if has_turn:
                             await self._respond(stream, their_id)
                     if has_turn:
