@@ -51,6 +51,8 @@ U32: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
 NodeIds: TypeAlias = Annotated[tuple[U32, ...], msgspec.Meta(max_length=MAX_NODES_PER_STEP)]
 Reason: TypeAlias = Annotated[str, msgspec.Meta(max_length=512)]
 Code: TypeAlias = Annotated[str, msgspec.Meta(max_length=32)]
+StageIndex: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=127)]
+LeaseBytes: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=1024)]
 
 
 def row_bytes(dtype: str, row_size: int) -> int | None:
@@ -147,10 +149,13 @@ class OpenSession(Message, frozen=True, array_like=True, tag="open"):
 
     session: SessionBytes
     epoch: U32
-    stage: Annotated[int, msgspec.Meta(ge=0, le=127)]
+    stage: StageIndex
     plan: Annotated[bytes, msgspec.Meta(max_length=48 * 1024)]
     prefix: Annotated[bytes, msgspec.Meta(max_length=SESSION_BYTES)] = b""
     prefix_positions: U32 = 0
+    resumes: bool = False
+    """The plan is of a higher epoch of a session that some of its stages hold: those adopt it and keep their KV, and
+    for the others the session is a new and empty one."""
 
 
 class SessionOpened(Message, frozen=True, array_like=True, tag="opened"):
@@ -162,9 +167,75 @@ class SessionOpened(Message, frozen=True, array_like=True, tag="opened"):
 
     session: SessionBytes
     epoch: U32
-    stage: Annotated[int, msgspec.Meta(ge=0, le=127)]
+    stage: StageIndex
     lease_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
     reused_positions: U32 = 0
+    lease: LeaseBytes = b""
+    """Signed by the node, see p2p.records.Lease: what it has reserved, for whom and until when."""
+    next_sequence: U32 = 0
+    """Of the log: entries below it were applied here, in this epoch or an earlier one."""
+    retained_positions: U32 = 0
+    """The rows of positions below this, as they were or will be handed to the next stage, can be sent again."""
+
+
+class Resend(Message, frozen=True, array_like=True, tag="resend"):
+    """User to a stage: hand rows that it has handed on before to its next stage, as this entry of the log.
+
+    The entry appends positions ``[first_position, first_position + num_positions)`` to a chain, and stands for
+    ``covers`` entries from ``sequence`` on: for none where the positions are those of a reused prefix. ``want_last``
+    and ``stop_stage`` are passed on, see Step.
+    """
+
+    session: SessionBytes
+    epoch: U32
+    sequence: U32
+    covers: U32
+    first_position: U32
+    num_positions: Annotated[int, msgspec.Meta(ge=1, le=MAX_NODES_PER_STEP)]
+    want_last: bool
+    stop_stage: StageIndex | None = None
+
+
+class Replayed(Message, frozen=True, array_like=True, tag="replayed"):
+    """Stage to user: an entry that was to stop at this stage has been computed; ``next_sequence`` as in SessionOpened,
+    and so many positions are committed."""
+
+    session: SessionBytes
+    epoch: U32
+    stage: StageIndex
+    next_sequence: U32
+    num_positions: U32
+
+
+class SessionQuery(Message, frozen=True, array_like=True, tag="session?"):
+    """User to a stage: renew the lease, and tell how far the session is. Answered at once, whatever is computed."""
+
+    session: SessionBytes
+    epoch: U32
+
+
+class SessionProgress(Message, frozen=True, array_like=True, tag="progress"):
+    """Stage to user: entries below ``next_sequence`` have come, and those below ``num_done`` were handed on; the lease
+    ends in ``lease_s``. ``wait_s`` is what a step has to wait for the device by this node's estimate."""
+
+    session: SessionBytes
+    epoch: U32
+    stage: StageIndex
+    next_sequence: U32
+    num_done: U32
+    lease_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
+    wait_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
+    lease: LeaseBytes = b""
+
+
+class SessionDraining(Message, frozen=True, array_like=True, tag="drain"):
+    """Stage to user: this node leaves in ``grace_s``. Until then it serves the session as before; go elsewhere."""
+
+    session: SessionBytes
+    epoch: U32
+    stage: StageIndex
+    grace_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
+    reason: Reason
 
 
 PEER_LOST = "peer-lost"
@@ -179,7 +250,7 @@ class SessionRefused(Message, frozen=True, array_like=True, tag="refused"):
 
     session: SessionBytes
     epoch: U32
-    stage: Annotated[int, msgspec.Meta(ge=0, le=127)]
+    stage: StageIndex
     code: Code
     reason: Reason
 
@@ -187,9 +258,12 @@ class SessionRefused(Message, frozen=True, array_like=True, tag="refused"):
 class Step(Message, frozen=True, array_like=True, tag="step"):
     """User to stage 1, and each stage to the next: one entry of the session's log with the rows to compute.
 
-    ``sequence`` counts from 0 within the epoch. The new nodes are ``first_node … first_node + num_rows - 1``.
-    ``parents`` is empty for a chain that hangs on ``parent``, else it has one entry per node. ``advance`` 0 means: no
-    advance. ``want`` lists the nodes whose rows the last stage returns to the user.
+    ``sequence`` counts from 0 and goes on in later epochs. The new nodes are ``first_node`` and those after it,
+    one per row. ``parents`` is empty for a chain that hangs on ``parent``, else has one entry per node. ``advance`` 0
+    means: no advance. ``want`` lists the nodes whose rows the last stage returns to the user.
+
+    In a replay, one entry may stand for ``covers`` entries of a chain, 0 for rows of a reused prefix; and one that is
+    to end at ``stop_stage`` is computed there, told to the user (Replayed), and not handed on.
     """
 
     session: SessionBytes
@@ -202,6 +276,8 @@ class Step(Message, frozen=True, array_like=True, tag="step"):
     want: NodeIds
     tensor: TensorMeta
     timings: Annotated[tuple[StageTiming, ...], msgspec.Meta(max_length=128)]
+    covers: U32 = 1
+    stop_stage: StageIndex | None = None
 
 
 class StepResult(Message, frozen=True, array_like=True, tag="result"):
@@ -216,14 +292,18 @@ class StepResult(Message, frozen=True, array_like=True, tag="result"):
 
 
 class SessionFailed(Message, frozen=True, array_like=True, tag="failed"):
-    """Stage to user: this session is over on this stage. ``culprit`` is a peer id when another peer is the cause."""
+    """Stage to user: this session cannot go on here. ``culprit`` is a peer id when another peer is the cause.
+
+    With ``is_kept`` its KV is kept for some time, for a plan of a higher epoch to resume it; else it is over here.
+    """
 
     session: SessionBytes
     epoch: U32
-    stage: Annotated[int, msgspec.Meta(ge=0, le=127)]
+    stage: StageIndex
     code: Code
     reason: Reason
     culprit: Annotated[str, msgspec.Meta(max_length=64)]
+    is_kept: bool = False
 
 
 RETAIN_S = 600.0
@@ -258,6 +338,11 @@ AnyMessage: TypeAlias = (
     | OpenSession
     | SessionOpened
     | SessionRefused
+    | SessionQuery
+    | SessionProgress
+    | SessionDraining
+    | Resend
+    | Replayed
     | Step
     | StepResult
     | SessionFailed
@@ -308,6 +393,8 @@ def decode_message(frame: bytes | bytearray | memoryview) -> Frame:
         raise WireError("a payload where none belongs")
     elif isinstance(message, StatusReply) and not all(map(math.isfinite, message.counters.values())):
         raise WireError("a counter is not finite")
+    elif isinstance(message, Resend) and message.covers != 1 and (message.want_last or message.stop_stage is None):
+        raise WireError("only a chain that is replayed up to a stage stands for several entries")
     elif isinstance(message, OpenSession) and len(message.prefix) not in (0, SESSION_BYTES):
         raise WireError("a prefix that is not the id of a session")
     return _new_tuple(Frame, (message, payload))  # half the price of Frame(message, payload)
@@ -330,6 +417,8 @@ def _check_tensor(message: Step | StepResult, payload: memoryview) -> None:
             raise WireError("a result needs one row per node")
         return
     first, parents = message.first_node, message.parents
+    if message.covers != 1 and (parents or message.want or message.stop_stage is None):
+        raise WireError("only a chain that is replayed up to a stage stands for several entries")
     if num_rows == 0:
         raise WireError("a step without rows")
     last = first + num_rows - 1
@@ -366,9 +455,14 @@ __all__ = [
     "CloseSession",
     "Frame",
     "OpenSession",
+    "Replayed",
+    "Resend",
     "SessionClosed",
+    "SessionDraining",
     "SessionFailed",
     "SessionOpened",
+    "SessionProgress",
+    "SessionQuery",
     "SessionRefused",
     "StageTiming",
     "StatusReply",

@@ -29,17 +29,20 @@ from fusion_node.wire import SignedEnvelope, WireError, decode_bounded
 from p2p.identity import Identity, is_signed_by
 from p2p.record_columns import RecordColumns
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Of records, plans and data-plane frames together. Raised when an old program could misread a new one."""
 
 MAX_RECORD_BYTES = 16 * 1024
 MAX_PLAN_BYTES = 48 * 1024
 MAX_RECORD_TTL_S = 120.0
 MAX_PLAN_TTL_S = 24 * 3600.0
+MAX_LEASE_BYTES = 1024
+MAX_LEASE_TTL_S = 3600.0
 MAX_CLOCK_SKEW_S = 30.0
 
 _RECORD_DOMAIN = b"fusion-node/record/1:"
 _PLAN_DOMAIN = b"fusion-node/plan/1:"
+_LEASE_DOMAIN = b"fusion-node/lease/1:"
 
 B = TypeVar("B", bound=msgspec.Struct)
 
@@ -72,6 +75,10 @@ class Refusal(enum.StrEnum):
     """So many puzzles were to be checked that this one has to wait for its record to come again."""
 
 
+SPEED_ROWS = (1, 16, 256)
+"""Rows of the forwards whose time a node announces: a decoded token, a speculation tree, a chunk of a prompt."""
+
+
 class ShardRecord(msgspec.Struct, frozen=True, array_like=True):
     """One shard that a node serves: layers ``[start, stop)`` of a model."""
 
@@ -81,12 +88,32 @@ class ShardRecord(msgspec.Struct, frozen=True, array_like=True):
     stop: LayerIndex
     num_layers: LayerIndex
     numerics: ShortText
-    seconds_per_layer: Seconds
-    """Measured at start-up for one decoded token."""
+    seconds_per_layer: tuple[Seconds, Seconds, Seconds]
+    """Of a forward of 1, 16 and 256 rows, measured at start-up and again while serving."""
     kv_free_tokens: Count
     """Positions that a new session could still reserve."""
     quantization: ShortText = ""
     """Of the stored weights, for people: the model id decides. Empty when they are plain."""
+    queue_s: Seconds = 0.0
+    """What a decode step waits for the device before it is computed, lately."""
+    is_ready: bool = True
+    """False while the layers are being loaded: others need not load them too, and no session is opened yet."""
+
+
+class RoundTrip(msgspec.Struct, frozen=True, array_like=True):
+    """What a node has measured to a peer that it may have to hand rows to."""
+
+    peer_digest: Annotated[bytes, msgspec.Meta(min_length=8, max_length=8)]
+    """digest_key_of the peer, little-endian."""
+    seconds: Seconds
+
+
+class CoordinateRecord(msgspec.Struct, frozen=True, array_like=True):
+    """Where a node is in the space of round trips: scheduler.vivaldi. All in seconds, the error relative."""
+
+    vector: Annotated[tuple[Annotated[float, msgspec.Meta(ge=-1e3, le=1e3)], ...], msgspec.Meta(max_length=4)]
+    height: Seconds
+    error: Annotated[float, msgspec.Meta(ge=0.0, le=10.0)]
 
 
 class NodeRecord(msgspec.Struct, frozen=True, array_like=True):
@@ -110,6 +137,16 @@ class NodeRecord(msgspec.Struct, frozen=True, array_like=True):
     """Solution of the puzzle that makes identities cost something, where a swarm asks for one."""
     is_relay: bool = False
     """Whether it passes on the connections of nodes that cannot be dialled."""
+    round_trips: Annotated[tuple[RoundTrip, ...], msgspec.Meta(max_length=16)] = ()
+    coordinate: CoordinateRecord | None = None
+    up_Bps: Count = 0
+    """Timed by those that received it; 0 when it was not measured."""
+    down_Bps: Count = 0
+    region: ShortText = ""
+    """Where the operator says that it stands, as ``eu-west`` or ``de``. Nobody checks it."""
+    price: Annotated[float, msgspec.Meta(ge=0.0, le=1e9)] = 0.0
+    """What the operator asks for a million positions in one layer, in a unit of its swarm's. A tag for users' rules:
+    nothing is paid here."""
 
 
 class PlanStage(msgspec.Struct, frozen=True, array_like=True):
@@ -121,6 +158,21 @@ class PlanStage(msgspec.Struct, frozen=True, array_like=True):
     data_addresses: Annotated[tuple[AddressText, ...], msgspec.Meta(max_length=8)]
     libp2p_addresses: Annotated[tuple[AddressText, ...], msgspec.Meta(max_length=8)] = ()
     """Multiaddrs, tried after the others: for a node that can only be reached through a relay or a hole in a NAT."""
+
+
+class Lease(msgspec.Struct, frozen=True, array_like=True):
+    """What a node has reserved for a session: KV for so many positions in these layers, for nobody else."""
+
+    version: int
+    node: PeerText
+    user: PeerText
+    session: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+    epoch: Count
+    start: LayerIndex
+    stop: LayerIndex
+    num_positions: Count
+    issued_at: Time
+    expires_at: Time
 
 
 def dialled_at(place: NodeRecord | PlanStage) -> tuple[str, ...]:
@@ -170,6 +222,11 @@ def sign_plan(plan: Plan, identity: Identity) -> bytes:
     return _sign(plan, _PLAN_DOMAIN, identity)
 
 
+def sign_lease(lease: Lease, identity: Identity) -> bytes:
+    """The lease as a signed envelope, ready for the wire."""
+    return _sign(lease, _LEASE_DOMAIN, identity)
+
+
 def open_record(envelope: bytes, *, now: UnixS) -> NodeRecord | Refusal:
     """Checks size, form, signature and dates of a node record. The sequence is checked by RecordTable."""
     record = _open(envelope, NodeRecord, _RECORD_DOMAIN, MAX_RECORD_BYTES, lambda r: r.peer)
@@ -199,6 +256,16 @@ def open_plan(envelope: bytes, *, now: UnixS) -> Plan | Refusal:
     if any(a.stop != b.start for a, b in itertools.pairwise(plan.stages)):
         return Refusal.MALFORMED
     return _check_dates(plan.issued_at, plan.expires_at, now, MAX_PLAN_TTL_S) or plan
+
+
+def open_lease(envelope: bytes, *, now: UnixS) -> Lease | Refusal:
+    """Checks size, form, signature and dates of a lease."""
+    lease = _open(envelope, Lease, _LEASE_DOMAIN, MAX_LEASE_BYTES, lambda each: each.node)
+    if isinstance(lease, Refusal):
+        return lease
+    if not lease.start < lease.stop:
+        return Refusal.MALFORMED
+    return _check_dates(lease.issued_at, lease.expires_at, now, MAX_LEASE_TTL_S) or lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -431,7 +498,7 @@ class RecordTable:
             self._introduced.remove(held.introducer, peer)
 
 
-def _sign(body: NodeRecord | Plan, domain: bytes, identity: Identity) -> bytes:
+def _sign(body: NodeRecord | Plan | Lease, domain: bytes, identity: Identity) -> bytes:
     encoded = msgspec.msgpack.encode(body)
     return msgspec.msgpack.encode(SignedEnvelope(body=encoded, signature=identity.sign(domain, encoded)))
 

@@ -134,7 +134,7 @@ async def _node(peer: str | None) -> None:
             libp2p_addresses=tuple(discovery.addresses),
             device="none",
             memory_free_bytes=0,
-            shards=(ShardRecord(model_id, "idle", 0, 10, 30, "fp32", 0.001, 4096),),
+            shards=(ShardRecord(model_id, "idle", 0, 10, 30, "fp32", (0.001, 0.001, 0.001), 4096),),
             num_sessions=0,
             software="benchmark",
         )

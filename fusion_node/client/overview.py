@@ -117,7 +117,7 @@ async def _view(connection: SwarmConnection, node: MeasuredNode) -> NodeView:
                 stop=s.stop,
                 num_layers=s.num_layers,
                 numerics=s.numerics,
-                ms_per_layer=round(s.seconds_per_layer * 1000, 3),
+                ms_per_layer=round(s.seconds_per_layer[0] * 1000, 3),
                 kv_free_positions=s.kv_free_tokens,
                 quantization=s.quantization,
             )

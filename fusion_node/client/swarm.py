@@ -24,6 +24,7 @@ import structlog
 
 from fusion_node.client.connection import MeasuredNode, SwarmConnection, ways_in
 from fusion_node.client.prefix_cache_core import MIN_POSITIONS, PrefixCache, Remembered
+from fusion_node.client.routing import Routed, Router
 from fusion_node.client.sampling import SamplingParams, choose_token
 from fusion_node.client.session import Session
 from fusion_node.client.session_core import Prefix, SessionCore, StepDone
@@ -32,9 +33,9 @@ from fusion_node.client.tokenizer import ChatMessage, Tokenizer
 from fusion_node.engine.architectures import first_layers, load_config, max_positions
 from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.device import choose_device, prepare_thread, set_threads
-from fusion_node.engine.numerics import NUMERICS, numerics_class
+from fusion_node.engine.numerics import numerics_class
 from fusion_node.engine.tensor_codec import RowsNotFinite, decode_rows, encode_rows
-from fusion_node.errors import ConfigError, ContextTooLong, NoPeers, NoRoute, PeerError, RemoteProtocolError
+from fusion_node.errors import ConfigError, ContextTooLong, NoPeers, PeerError, RemoteProtocolError
 from fusion_node.store import ModelStore, StoredModel
 from fusion_node.types import LayerRange, MonotonicS, PeerId
 from fusion_node.wire import WireError
@@ -43,21 +44,9 @@ from p2p.identity import Identity, short
 from p2p.messages import INT8, CloseSession, TensorMeta
 from p2p.records import PROTOCOL_VERSION, Plan, PlanStage, sign_plan
 from p2p.swarm_key import SwarmKey
-from scheduler.planner import Candidate, Route, Uncovered, plan_route
 
 MAX_OPEN_ATTEMPTS = 3
 """Plans tried before an answer fails: each excludes the node that refused or could not be reached."""
-
-ROUTE_PATIENCE_S = 8.0
-"""How long layers may stay uncovered before that is an error: nodes that start together announce one by one."""
-
-ROUTE_RETRY_S = 0.5
-
-NODES_FRESH_S = 10.0
-"""How long an answer may be planned with nodes that were found for an earlier one, while all their links hold: half of
-what a record is old on average. A node that is full by now refuses, and the next plan looks anew."""
-AVOID_S = 30.0
-"""How long a node that refused or could not be reached is left out of plans that can do without it."""
 
 PLAN_TTL_S = 3600.0
 MIN_CHUNK_TOKENS = 32
@@ -135,22 +124,13 @@ class Generation:
         await self._pieces.aclose()
 
 
-@dataclass(frozen=True, slots=True)
-class _Routed:
-    stages: tuple[tuple[MeasuredNode, LayerRange], ...]
-
-    @property
-    def places(self) -> tuple[tuple[PeerId, LayerRange], ...]:
-        return tuple((node.peer, layers) for node, layers in self.stages)
-
-
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Answer(Remembered):
     """The session of one answer, as long as another may begin like it."""
 
     all_ids: list[int] = field(repr=False)
     """``ids``, to be appended to."""
-    routed: _Routed = _Routed(())
+    routed: Routed = field(default_factory=Routed)
     is_kept: bool = False
     """Its nodes were asked to keep it."""
     prefilled: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
@@ -227,15 +207,19 @@ class SwarmClient:
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="boundary", initializer=prepare_thread)
         self._loading: asyncio.Future[tuple[Boundary, Tokenizer]] | None = None
         self._prefixes: PrefixCache[_Answer] | None = PrefixCache() if prefix_cache else None
-        self._avoid: dict[PeerId, float] = {}
-        self._nodes: list[MeasuredNode] = []
-        self._nodes_until = 0.0
         config = load_config(self.model)
         self.num_layers: int = config.num_hidden_layers
         self._first_layers = first_layers(config)
         self._hidden_size: int = config.hidden_size
         self.max_context = max_positions(config)
         self._eos_ids = _eos_ids(self.model)
+        self._router = Router(
+            self.connection,
+            self.model,
+            numerics=self._numerics.name,
+            num_layers=self.num_layers,
+            first_layers=self._first_layers,
+        )
 
     async def __aenter__(self) -> Self:
         self._loading = asyncio.get_running_loop().run_in_executor(self._compute, self._load)
@@ -296,7 +280,7 @@ class SwarmClient:
         Raises:
             NoPeers, NoRoute: see there.
         """
-        return (await self._route(num_positions)).stages
+        return (await self._router.route(num_positions)).stages
 
     # inside
 
@@ -366,7 +350,7 @@ class SwarmClient:
                     yield token
             except PeerError as error:
                 session.retain = answer.is_kept = False
-                self._note_failure(error)
+                self._router.note_failure(error)
                 raise
 
     async def _begin(self, stack: AsyncExitStack, ids: list[int]) -> _Answer:
@@ -432,32 +416,27 @@ class SwarmClient:
         found = None
         if self._prefixes is not None:
             found = self._prefixes.find(answer.ids, now=MonotonicS(time.monotonic()))
-        if found is not None and self._can_go_on(found[0].routed):
+        if found is not None and self._router.can_go_on(found[0].routed):
             try:
                 return await self._open_over(found[0].routed, found, stack, answer, num_positions)
             except PeerError as error:
-                self._note_failure(error)
+                self._router.note_failure(error)
                 log.info("planning anew", without=short(error.peer), reason=str(error))
         for attempt in range(MAX_OPEN_ATTEMPTS):
-            routed = await self._route(num_positions)
+            routed = await self._router.route(num_positions)
             try:
                 return await self._open_over(routed, found, stack, answer, num_positions)
             except PeerError as error:
                 # Nothing has been computed yet, so whatever keeps one node from opening, another may serve.
-                self._note_failure(error)
+                self._router.note_failure(error)
                 if attempt == MAX_OPEN_ATTEMPTS - 1:
                     raise
                 log.info("planning again", without=short(error.peer), reason=str(error))
         raise AssertionError("not reached")
 
-    def _can_go_on(self, routed: _Routed) -> bool:
-        """Whether the nodes of an earlier answer are alive and have not refused lately."""
-        now, links = time.monotonic(), self.connection.links
-        return all(links.is_connected(peer) and self._avoid.get(peer, 0.0) < now for peer, _ in routed.places)
-
     async def _open_over(
         self,
-        routed: _Routed,
+        routed: Routed,
         found: tuple[_Answer, int] | None,
         stack: AsyncExitStack,
         answer: _Answer,
@@ -484,12 +463,7 @@ class SwarmClient:
             self._prefixes.forget(known)
         return session
 
-    def _note_failure(self, error: PeerError) -> None:
-        """The next plans do without that node if they can, and look around anew."""
-        self._avoid[PeerId(error.peer)] = time.monotonic() + AVOID_S
-        self._nodes_until = 0.0
-
-    def _plan(self, routed: _Routed, num_positions: int) -> Plan:
+    def _plan(self, routed: Routed, num_positions: int) -> Plan:
         now = time.time()
         return Plan(
             version=PROTOCOL_VERSION,
@@ -514,84 +488,6 @@ class SwarmClient:
             priority=self._priority,
             wire=self._wire,
         )
-
-    async def _route(self, num_positions: int) -> _Routed:
-        if time.monotonic() < self._nodes_until and all(
-            self.connection.links.is_connected(n.peer) for n in self._nodes
-        ):
-            route = self._choose(self._nodes, num_positions)
-            if isinstance(route, _Routed):
-                return route
-        deadline = time.monotonic() + ROUTE_PATIENCE_S
-        while True:
-            records = await self.connection.find(self.model.model_id)
-            nodes = await self.connection.measure(records)
-            route = self._choose(nodes, num_positions)
-            if isinstance(route, _Routed):
-                # Those that could not be reached are looked for anew next time: they are not part of what is known.
-                self._nodes = [node for node in nodes if node.round_trip_s is not None]
-                self._nodes_until = time.monotonic() + NODES_FRESH_S
-                return route
-            if time.monotonic() >= deadline:
-                raise NoRoute(self._explain(route, nodes, num_positions))
-            await asyncio.sleep(ROUTE_RETRY_S)
-
-    def _choose(self, nodes: Sequence[MeasuredNode], num_positions: int) -> _Routed | Uncovered:
-        """Rather with a node that failed a moment ago than not at all: it may have been our link that was at fault."""
-        now = time.monotonic()
-        trusted = [node for node in nodes if self._avoid.get(node.peer, 0.0) < now]
-        route = self._choose_among(trusted, num_positions)
-        return self._choose_among(nodes, num_positions) if isinstance(route, Uncovered) else route
-
-    def _choose_among(self, nodes: Sequence[MeasuredNode], num_positions: int) -> _Routed | Uncovered:
-        candidates = [
-            Candidate(
-                peer=node.peer,
-                layers=LayerRange(shard.start, shard.stop),
-                round_trip_s=node.round_trip_s,
-                seconds_per_layer=shard.seconds_per_layer,
-                kv_free_positions=shard.kv_free_tokens,
-            )
-            for node in nodes
-            for shard in node.record.shards
-            if node.round_trip_s is not None
-            and shard.model_id == self.model.model_id
-            and shard.numerics == self._numerics.name
-        ]
-        route = plan_route(
-            candidates,
-            num_layers=self.num_layers,
-            num_positions=num_positions,
-            first_layers=self._first_layers,
-        )
-        if not isinstance(route, Route):
-            return route
-        by_peer = {node.peer: node for node in nodes}
-        return _Routed(tuple((by_peer[stage.peer], stage.layers) for stage in route.stages))
-
-    def _explain(self, gap: Uncovered, nodes: Sequence[MeasuredNode], num_positions: int) -> str:
-        layers = ", ".join(str(r) for r in gap.layers)
-        message = f"no usable node serves layers {layers} of {self.model.name} in {self._numerics.name}"
-        if gap.without_room:
-            ranges = ", ".join(str(r) for r in gap.without_room)
-            message += f"; layers {ranges} are held without room for {num_positions} positions: ask for fewer tokens"
-        others = sorted(
-            # Records are other people's text: only what we know ourselves goes to a terminal as advice.
-            {s.numerics for n in nodes for s in n.record.shards if s.model_id == self.model.model_id}
-            & set(NUMERICS) - {self._numerics.name}
-        )
-        if others:
-            message += f"; nodes serve it in {', '.join(others)}: try --numerics {others[0]}"
-        unreachable = [node for node in nodes if node.round_trip_s is None]
-        if unreachable:
-            message += (
-                f"; {len(unreachable)} known nodes cannot be reached, the first because: {unreachable[0].problem}"
-            )
-        if not gap.without_room and not others:
-            message += (
-                f": start a node with `fusion-node join {self.model.name} --layers {gap.layers[0]} --peer ADDRESS`"
-            )
-        return message
 
     async def _tokens(self, session: Session, work: _Work, max_tokens: int) -> AsyncGenerator[int, None]:
         boundary, _ = await self._loaded()

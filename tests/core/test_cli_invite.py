@@ -62,7 +62,7 @@ def record(peer: PeerId, *addresses: str) -> NodeRecord:
         libp2p_addresses=addresses,
         device="cpu",
         memory_free_bytes=1,
-        shards=(ShardRecord("ab" * 32, "tiny", LAYERS.start, LAYERS.stop, 30, "fp32", 0.001, 4096),),
+        shards=(ShardRecord("ab" * 32, "tiny", LAYERS.start, LAYERS.stop, 30, "fp32", (0.001, 0.001, 0.001), 4096),),
         num_sessions=0,
         software="test",
     )

@@ -141,7 +141,7 @@ def address_of(identity: Identity) -> str:
 
 def record_of(identity: Identity, *, sequence: int = 1) -> bytes:
     now = time.time()
-    shard = ShardRecord("ab" * 32, "tiny", 0, 10, 30, "f16r32", 0.001, 4096)
+    shard = ShardRecord("ab" * 32, "tiny", 0, 10, 30, "f16r32", (0.001, 0.001, 0.001), 4096)
     return sign_record(
         NodeRecord(
             PROTOCOL_VERSION,
@@ -225,7 +225,7 @@ async def test_user_that_is_cut_off_is_told_at_once_what_it_still_knows() -> Non
 
 def paid_record_of(identity: Identity) -> bytes:
     now = time.time()
-    shard = ShardRecord("ab" * 32, "tiny", 0, 10, 30, "f16r32", 0.001, 4096)
+    shard = ShardRecord("ab" * 32, "tiny", 0, 10, 30, "f16r32", (0.001, 0.001, 0.001), 4096)
     fields = (PROTOCOL_VERSION, identity.peer_id, 1, now, now + 60, (), (), "cpu", 0, (shard,), 0, "test")
     return sign_record(NodeRecord(*fields, puzzle=bytes(NONCE_BYTES)), identity)
 

@@ -63,7 +63,7 @@ def address_of(identity: Identity, host: str | None = None) -> str:
 
 
 def record_of(identity: Identity, now: float, *, sequence: int = 1, shards: bool = True, host: str = "") -> bytes:
-    shard = ShardRecord(MODEL, "tiny", 0, 10, 30, "f16r32", 0.001, 4096)
+    shard = ShardRecord(MODEL, "tiny", 0, 10, 30, "f16r32", (0.001, 0.001, 0.001), 4096)
     return sign_record(
         NodeRecord(
             version=PROTOCOL_VERSION,

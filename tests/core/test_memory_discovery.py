@@ -46,7 +46,7 @@ def identity(number: int) -> Identity:
 def record(
     number: int, now: UnixS, *, sequence: int = 1, models: tuple[ModelId, ...] = (MODEL,), software: str = "test"
 ) -> bytes:
-    shards = tuple(ShardRecord(model, "tiny", 0, 10, 30, "f16r32", 0.001, 4096) for model in models)
+    shards = tuple(ShardRecord(model, "tiny", 0, 10, 30, "f16r32", (0.001, 0.001, 0.001), 4096) for model in models)
     body = NodeRecord(
         PROTOCOL_VERSION, identity(number).peer_id, sequence, now, now + 60, (), (), "cpu", 0, shards, 0, software
     )
@@ -167,7 +167,7 @@ def test_answer_has_the_own_record_first_then_the_model_then_tombstones() -> Non
 
 def dated(number: int, issued_at: float, models: tuple[ModelId, ...], shards_each: int = 1) -> bytes:
     """A record of a flood: dated as far ahead as is allowed, and as long-lived."""
-    shard = [ShardRecord(model, "tiny" * 24, 0, 10, 30, "f16r32" * 16, 0.001, 4096) for model in models]
+    shard = [ShardRecord(model, "tiny" * 24, 0, 10, 30, "f16r32" * 16, (0.001, 0.001, 0.001), 4096) for model in models]
     shards = tuple(shard * shards_each)
     peer = identity(number)
     return sign_record(

@@ -153,9 +153,9 @@ def test_version_changed_on_the_way_fails_the_handshake() -> None:
         (b"", LinkRefusal.MALFORMED),
         (b"GET / HTTP/1.1", LinkRefusal.MALFORMED),
         (b"another-prot" + bytes(100), LinkRefusal.MALFORMED),
-        (b"fusion-node\x00\x02\x00\x00\x00", LinkRefusal.MALFORMED),
-        (b"fusion-node\x00\x02\x00\x00\x00" + bytes(32), LinkRefusal.MALFORMED),  # a key of small order
-        (b"fusion-node\x00\x02\x00\x00\x00" + bytes(MAX_HANDSHAKE_BYTES), LinkRefusal.OVERSIZED),
+        (b"fusion-node\x00\x03\x00\x00\x00", LinkRefusal.MALFORMED),
+        (b"fusion-node\x00\x03\x00\x00\x00" + bytes(32), LinkRefusal.MALFORMED),  # a key of small order
+        (b"fusion-node\x00\x03\x00\x00\x00" + bytes(MAX_HANDSHAKE_BYTES), LinkRefusal.OVERSIZED),
     ],
 )
 def test_first_message_that_is_none_is_refused(message: bytes, why: LinkRefusal) -> None:

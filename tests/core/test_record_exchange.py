@@ -22,7 +22,7 @@ from p2p.records import PROTOCOL_VERSION, HeldRecord, NodeRecord, RecordTable, R
 NOW = UnixS(1_800_000_000.0)
 MODEL = ModelId("ab" * 32)
 OTHER = ModelId("cd" * 32)
-SHARD = ShardRecord(MODEL, "tiny", 0, 10, 30, "f16r32", 0.001, 4096)
+SHARD = ShardRecord(MODEL, "tiny", 0, 10, 30, "f16r32", (0.001, 0.001, 0.001), 4096)
 ASKER = PeerId("asker")
 
 

@@ -31,7 +31,7 @@ class Node:
     async def announce(self, *data_addresses: str) -> None:
         self.sequence += 1
         now = time.time()
-        shard = ShardRecord(MODEL, "tiny", 0, 10, 30, "f16r32", 0.001, 4096)
+        shard = ShardRecord(MODEL, "tiny", 0, 10, 30, "f16r32", (0.001, 0.001, 0.001), 4096)
         record = NodeRecord(
             version=PROTOCOL_VERSION,
             peer=self.identity.peer_id,

@@ -69,7 +69,7 @@ def own_record(discovery: Discovery) -> bytes:
         libp2p_addresses=tuple(discovery.addresses),
         device="cpu",
         memory_free_bytes=1,
-        shards=(ShardRecord(MODEL, "tiny", 0, 10, 30, "fp32", 0.001, 4096),),
+        shards=(ShardRecord(MODEL, "tiny", 0, 10, 30, "fp32", (0.001, 0.001, 0.001), 4096),),
         num_sessions=0,
         software="test",
     )

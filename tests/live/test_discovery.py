@@ -60,7 +60,7 @@ class Peer:
     ) -> bytes:
         self.sequence += 1
         issued_at = time.time() if issued_at is None else issued_at
-        shard = ShardRecord(MODEL, "tiny", 0, 10, 30, "f16r32", 0.001, 4096)
+        shard = ShardRecord(MODEL, "tiny", 0, 10, 30, "f16r32", (0.001, 0.001, 0.001), 4096)
         record = NodeRecord(
             version=PROTOCOL_VERSION,
             peer=self.id,

@@ -154,7 +154,7 @@ class Node:
             libp2p_addresses=tuple(self.discovery.announced_addresses[:8]),
             device="none",
             memory_free_bytes=0,
-            shards=(ShardRecord(MODEL, "none", 0, 1, 1, "fp32", 0.001, 4096),),
+            shards=(ShardRecord(MODEL, "none", 0, 1, 1, "fp32", (0.001, 0.001, 0.001), 4096),),
             num_sessions=0,
             software="light node",
             is_relay=self.options.relay,

@@ -90,7 +90,14 @@ class Node:
     def record(self) -> bytes:
         layers, now = self.engine.layers, time.time()
         shard = ShardRecord(
-            MODEL, "tiny", layers.start, layers.stop, 7, self.engine.numerics, 1e-3, self.admission.free_positions
+            MODEL,
+            "tiny",
+            layers.start,
+            layers.stop,
+            7,
+            self.engine.numerics,
+            (1e-3, 1e-3, 1e-3),
+            self.admission.free_positions,
         )
         return sign_record(
             NodeRecord(

@@ -248,7 +248,7 @@ async def test_peer_that_never_reads_stalls_itself_only(start: Start) -> None:
 
 def record_of(identity: Identity, puzzle: bytes = b"") -> bytes:
     now = time.time()
-    shard = ShardRecord(MODEL, "test", 0, 4, 4, "fp32", 0.01, 100)
+    shard = ShardRecord(MODEL, "test", 0, 4, 4, "fp32", (0.01, 0.01, 0.01), 100)
     record = NodeRecord(
         version=PROTOCOL_VERSION,
         peer=identity.peer_id,

@@ -41,6 +41,7 @@ from p2p.record_exchange import RecordExchange
 from p2p.records import PROTOCOL_VERSION, NodeRecord, RecordTable, Refusal, ShardRecord
 
 MODEL = ModelId("ab" * 32)
+SPEEDS = (0.003, 0.004, 0.03)
 EPOCH_S = 1_800_000_000.0
 TTL_S = 60.0
 ANNOUNCE_S = 25.0
@@ -303,7 +304,7 @@ class World:
     def _record(self, host: Host) -> bytes:
         host.sequence += 1
         issued_at = self.moment(host).unix_s
-        shard = ShardRecord(host.model_id or MODEL, "some-model-instruct", 0, 10, 30, "f16r32", 0.003, 4096)
+        shard = ShardRecord(host.model_id or MODEL, "some-model-instruct", 0, 10, 30, "f16r32", SPEEDS, 4096)
         record = NodeRecord(
             version=PROTOCOL_VERSION,
             peer=host.id,
