@@ -24,7 +24,7 @@ import structlog
 
 from fusion_node.client.connection import MeasuredNode, SwarmConnection, ways_in
 from fusion_node.client.prefix_cache_core import MIN_POSITIONS, PrefixCache, Remembered
-from fusion_node.client.routing import Routed, Router
+from fusion_node.client.routing import Planned, Router
 from fusion_node.client.sampling import SamplingParams, choose_token
 from fusion_node.client.session import Session
 from fusion_node.client.session_core import Prefix, SessionCore, StepDone
@@ -130,7 +130,7 @@ class _Answer(Remembered):
 
     all_ids: list[int] = field(repr=False)
     """``ids``, to be appended to."""
-    routed: Routed = field(default_factory=Routed)
+    routed: Planned = field(default_factory=Planned)
     is_kept: bool = False
     """Its nodes were asked to keep it."""
     prefilled: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
@@ -436,7 +436,7 @@ class SwarmClient:
 
     async def _open_over(
         self,
-        routed: Routed,
+        routed: Planned,
         found: tuple[_Answer, int] | None,
         stack: AsyncExitStack,
         answer: _Answer,
@@ -463,7 +463,7 @@ class SwarmClient:
             self._prefixes.forget(known)
         return session
 
-    def _plan(self, routed: Routed, num_positions: int) -> Plan:
+    def _plan(self, routed: Planned, num_positions: int) -> Plan:
         now = time.time()
         return Plan(
             version=PROTOCOL_VERSION,
