@@ -18,6 +18,9 @@ from scheduler.planner import as_ranges
 MAX_CELLS = 64
 """Columns of the picture; a model with more layers shares cells, and a cell shows its worst layer."""
 
+MAX_TAG = 32
+"""Characters of an operator's or a region's name that are shown."""
+
 _MARKS = (("·", "bold red"), ("▄", "yellow"), ("█", "green"))
 """No holder, one holder, two or more."""
 
@@ -28,11 +31,11 @@ _COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
     ("type", "left"),
     ("device", "left"),
     ("rtt ms", "right"),
-    ("ms/layer", "right"),
+    ("ms/layer\n1/16/256", "right"),
+    ("queue\nms", "right"),
     ("open", "right"),
     ("age", "right"),
 )
-
 
 _LOCAL_COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
     ("node", "left"),
@@ -48,11 +51,17 @@ _LOCAL_COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
 
 
 def node_table(nodes: Sequence[NodeView]) -> Table:
-    """One row per shard of a node. Everything a peer says of itself is made printable first."""
+    """One row per shard of a node. Everything a peer says of itself is made printable first.
+
+    The column of queues is left out where nobody has one.
+    """
+    has_queue = any(shard.queue_ms >= 1.0 for node in nodes for shard in node.shards)
+    shown = {"queue\nms": has_queue}
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), collapse_padding=True, header_style="bold")
     for name, justify in _COLUMNS:
-        # What is too long for the terminal wraps in the columns of free text, and nowhere else.
-        table.add_column(name, justify=justify, no_wrap=name not in ("model", "device"), overflow="fold")
+        if shown.get(name, True):
+            # What is too long for the terminal wraps in the columns of free text, and nowhere else.
+            table.add_column(name, justify=justify, no_wrap=name not in ("model", "device"), overflow="fold")
     for node in nodes:
         # A ghost is listed until its record expires, and by nothing but that: its age is how long it was not heard of.
         trip = Text("ghost", style="red") if node.round_trip_ms is None else Text(f"{node.round_trip_ms:.1f}")
@@ -60,19 +69,37 @@ def node_table(nodes: Sequence[NodeView]) -> Table:
             trip.append(f" {node.path}", style="yellow")
         style = "dim" if node.is_ghost else None
         for shard in node.shards:
-            table.add_row(
+            cells: tuple[str | Text, ...] = (
                 short(node.peer),
                 Text(printable(f"{shard.model} ({shard.quantization})" if shard.quantization else shard.model)),
                 f"{shard.start}:{shard.stop}",
                 Text(printable(shard.numerics)),
                 Text(printable(node.device)),
                 trip,
-                f"{shard.ms_per_layer:.2f}",
+                "/".join(map(_three_digits, shard.ms_per_layer_of_rows)) if shard.is_ready else "loading",
+                f"{shard.queue_ms:.0f}",
                 f"{node.counters.get('open_sessions', node.num_sessions):.0f}",
                 f"{node.record_age_s:.0f} s",
-                style=style,
             )
+            row = (cell for cell, (name, _) in zip(cells, _COLUMNS, strict=True) if shown.get(name, True))
+            table.add_row(*row, style=style)
     return table
+
+
+def who(operator: str, region: str, price: float) -> str:
+    """What an operator says of a node, printable and bounded, in a few words; empty when nothing."""
+    told = [printable(text, limit=MAX_TAG) for text in (operator, region) if text]
+    return ", ".join([*told, *([f"price {price:g}"] if price else [])])
+
+
+def operators(nodes: Sequence[NodeView]) -> list[Text]:
+    """One line per node whose operator says something of it."""
+    told = [(node.peer, who(node.operator, node.region, node.price)) for node in nodes]
+    return [Text(f"{short(peer)}  {text}") for peer, text in told if text]
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.0f}" if number >= 99.5 else f"{number:.3g}"
 
 
 def local_table(states: Sequence[NodeState]) -> Table:

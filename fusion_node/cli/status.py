@@ -22,7 +22,7 @@ from fusion_node.cli.options import (
     read_identity,
     read_swarm_key,
 )
-from fusion_node.cli.pictures import coverage, local_table, node_table, problems
+from fusion_node.cli.pictures import coverage, local_table, node_table, operators, problems
 from fusion_node.client.connection import SwarmConnection, ways_in
 from fusion_node.client.overview import Overview, look_around
 from fusion_node.store import ModelStore
@@ -71,7 +71,7 @@ def status(
         return
     console = Console()
     console.print(node_table(overview.nodes) if overview.nodes else "no node serves a model here")
-    for line in problems(overview.nodes):
+    for line in (*operators(overview.nodes), *problems(overview.nodes)):
         console.print(line)
     for view in overview.models:
         console.print()

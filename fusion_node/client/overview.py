@@ -14,7 +14,14 @@ from fusion_node.types import ModelId
 
 
 class ShardView(msgspec.Struct, frozen=True):
-    """One shard of one node."""
+    """One shard of one node, by its own word.
+
+    Attributes:
+        ms_per_layer: for a forward of one row.
+        ms_per_layer_of_rows: for forwards of 1, 16 and 256 rows.
+        queue_ms: what a decode step waits before it is computed.
+        is_ready: False while the node still loads these layers, and serves nobody.
+    """
 
     model: str
     model_id: str
@@ -25,6 +32,9 @@ class ShardView(msgspec.Struct, frozen=True):
     ms_per_layer: float
     kv_free_positions: int
     quantization: str = ""
+    ms_per_layer_of_rows: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    queue_ms: float = 0.0
+    is_ready: bool = True
 
 
 class NodeView(msgspec.Struct, frozen=True):
@@ -35,6 +45,8 @@ class NodeView(msgspec.Struct, frozen=True):
         round_trip_ms: measured now; None when it does not answer.
         problem: why it could not be reached or asked.
         path: over what it was reached, as p2p.seam.PathKind names it; empty when it was not.
+        operator, region, price: what its operator says; nobody checks it.
+        up_Bps, down_Bps: of its line, as the node says; 0 when it did not measure.
     """
 
     peer: str
@@ -51,6 +63,10 @@ class NodeView(msgspec.Struct, frozen=True):
     problem: str
     record_left_s: float = 0.0
     path: str = ""
+    region: str = ""
+    price: float = 0.0
+    up_Bps: int = 0
+    down_Bps: int = 0
 
     @property
     def is_ghost(self) -> bool:
@@ -59,7 +75,7 @@ class NodeView(msgspec.Struct, frozen=True):
 
 
 class ModelView(msgspec.Struct, frozen=True):
-    """One model in one numerics class: how many reachable nodes hold each layer, per layer."""
+    """One model in one numerics class: how many reachable nodes serve each layer, per layer."""
 
     model: str
     model_id: str
@@ -120,17 +136,29 @@ async def _view(connection: SwarmConnection, node: MeasuredNode) -> NodeView:
                 ms_per_layer=round(s.seconds_per_layer[0] * 1000, 3),
                 kv_free_positions=s.kv_free_tokens,
                 quantization=s.quantization,
+                ms_per_layer_of_rows=_milliseconds(s.seconds_per_layer),
+                queue_ms=round(s.queue_s * 1000, 2),
+                is_ready=s.is_ready,
             )
             for s in record.shards
         ),
         counters=counters,
         problem=problem,
+        region=record.region,
+        price=record.price,
+        up_Bps=record.up_Bps,
+        down_Bps=record.down_Bps,
         path=next((link.path.value for link in connection.links.links() if link.peer == node.peer), ""),
     )
 
 
+def _milliseconds(seconds: tuple[float, float, float]) -> tuple[float, float, float]:
+    first, second, third = (round(each * 1000, 3) for each in seconds)
+    return first, second, third
+
+
 def _models(nodes: Sequence[NodeView]) -> list[ModelView]:
-    """Coverage counts only nodes that answer: a listed ghost covers nothing."""
+    """Coverage counts only nodes that answer and have loaded: a listed ghost covers nothing."""
     holders: dict[tuple[str, str, int], list[int]] = {}
     names: dict[str, str] = {}
     for node in nodes:
@@ -139,7 +167,7 @@ def _models(nodes: Sequence[NodeView]) -> list[ModelView]:
             key = (shard.model_id, shard.numerics, shard.num_layers)
             layers = holders.setdefault(key, [0] * shard.num_layers)
             names.setdefault(shard.model_id, shard.model)
-            if node.round_trip_ms is not None:
+            if node.round_trip_ms is not None and shard.is_ready:
                 for layer in range(shard.start, shard.stop):
                     layers[layer] += 1
     return [

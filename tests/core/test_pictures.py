@@ -8,12 +8,12 @@ import msgspec
 from rich.console import Console
 
 from fusion_node.cli.local_swarm import split_evenly
-from fusion_node.cli.pictures import coverage, node_table, problems, uncovered
+from fusion_node.cli.pictures import coverage, node_table, operators, problems, uncovered
 from fusion_node.client.overview import ModelView, NodeView, ShardView
 
 
 def node(name: str = "smollm2-135m", device: str = "cpu", problem: str = "") -> NodeView:
-    shard = ShardView(name, "a" * 64, 0, 10, 30, "fp32", 1.5, 4000)
+    shard = ShardView(name, "a" * 64, 0, 10, 30, "fp32", 1.5, 4000, ms_per_layer_of_rows=(1.5, 3.0, 41.25))
     return NodeView("12D3KooW" + "x" * 44, "", device, "", ("127.0.0.1:1",), 3.0, 1.25, 2, 10**9, (shard,), {}, problem)
 
 
@@ -60,6 +60,29 @@ def test_node_table_fits_eighty_columns() -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
+def test_node_table_of_queueing_nodes_fits_eighty_columns() -> None:
+    queueing = msgspec.structs.replace(node(), shards=(msgspec.structs.replace(node().shards[0], queue_ms=12.3),))
+    text = printed(node_table([queueing, node()]), width=80)
+    assert "1.5/3/41.2" in text
+    assert "queue" in text
+    assert max(map(len, text.splitlines())) <= 80
+    assert "queue" not in printed(node_table([node()]))
+
+
+def test_what_operators_say_of_their_nodes_is_printable_and_bounded() -> None:
+    tagged = msgspec.structs.replace(node(), operator="anna\x1b" + "a" * 90, region="eu-west", price=0.25)
+    (line,) = operators([tagged, node()])
+    assert line.plain.startswith("…xxxxxxxx  anna?aaa")
+    assert line.plain.endswith("aaa, eu-west, price 0.25")
+    assert len(line) <= 80
+
+
+def test_a_node_that_loads_its_layers_says_so_in_the_place_of_its_speed() -> None:
+    loading = msgspec.structs.replace(node(), shards=(msgspec.structs.replace(node().shards[0], is_ready=False),))
+    assert "loading" in printed(node_table([loading]))
+    assert "1.5" not in printed(node_table([loading]))
+
+
 def test_control_characters_and_markup_of_a_peer_are_shown_as_text() -> None:
     hostile = [node(name="[red]\x1b[31mboo", device="\x07bell\n", problem="[link=x]y\x1b[0m")]
     text = printed(node_table(hostile), width=200) + printed(problems(hostile)[0])
@@ -79,7 +102,7 @@ def test_a_node_that_does_not_answer_is_a_ghost_with_the_age_of_its_last_word() 
     ghost = msgspec.structs.replace(
         node(problem="nobody answers"), round_trip_ms=None, record_age_s=43.0, record_left_s=17.0
     )
-    (row,) = printed(node_table([ghost])).splitlines()[1:]
+    row = printed(node_table([ghost])).splitlines()[-1]
     assert "ghost" in row
     assert row.split()[-2:] == ["43", "s"]
     assert "last heard of 43 s ago and forgotten in 17 s: nobody answers" in printed(problems([ghost])[0], width=200)
