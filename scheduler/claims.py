@@ -1,0 +1,290 @@
+"""What is believed of a node's speed: what it claims within what is possible, until it was measured.
+
+A node's own times are a claim too. What cannot be faked is how long a round took by the user's own clock: whatever of
+it neither the way nor the nodes' own times explain is charged to the nodes that took part.
+
+Guarantees: no claim, whatever it says, makes a node faster than ``fastest`` or slower than SLOWEST_S; after one
+observed step it weighs no more than the measurement leaves to it, which is half after HALF_LIFE_S. What one node says
+never changes what is believed of another that was measured alone. At most MAX_PEERS nodes are remembered, and
+MAX_SAMPLES of each.
+
+Assumes: ``now`` is monotonic seconds. The legs of an observed round are those of the caller, who has measured at least
+its own; a tenth of a round and TOLERANCE_S per stage may be missing from them without anybody being charged.
+
+States of a node: unmeasured, measured at one to three widths, half forgotten. No timers: age is reckoned when asked.
+
+Source: the split of what is unexplained among the stages of a round is one step of Kaczmarz's method: over rounds with
+different stages it converges on those that cause it. Ugly: stages that always serve together share their excess.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fusion_node.types import PeerId
+from scheduler.topology import SPEED_ROWS, Speed
+
+MEMORY_Bps, FLOPS = 1e13, 1e16
+"""Beyond any device of today: an NVIDIA B200 reads 8 TB/s and does 4.5e15 dense operations in 8 bits a second."""
+
+FASTEST = Speed(2e-6, 2e-6, 4e-6)
+"""Of the smallest layers, a launched kernel alone takes that."""
+
+SLOWEST_S = 60.0
+"""Per layer. Nobody waits for that; it keeps sums finite."""
+
+MAX_QUEUE_S = 60.0
+
+HALF_LIFE_S, QUEUE_HALF_LIFE_S = 3600.0, 60.0
+"""Of what was measured. Devices change with what else their owner does, queues with every user who comes."""
+
+MAX_SAMPLES = 9
+"""Per node and width, of which the median counts: one pause of anybody's does not make a node slow."""
+
+TOLERANCE_S, TOLERANCE_SHARE = 0.002, 0.1
+"""Per stage, and of the round: jitter and hand-over that no leg shows."""
+
+RELIEF = 0.25
+"""Of what a round took less than expected, which is taken off what its stages are charged."""
+
+SHORTFALL = 1.5
+"""Times what it claims, from which on people are told."""
+
+MAX_DISCOUNT = 4.0
+"""On the claim of a node that was not measured, however much those that were measured fell short."""
+
+MIN_MEASURED = 3
+"""Nodes, before the claims of others are discounted by what these fell short."""
+
+MAX_PEERS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a node says of one shard. Any numbers, also NaN: nothing is checked yet."""
+
+    peer: PeerId
+    seconds_per_layer: tuple[float, float, float]
+    """For 1, 16 and 256 rows."""
+    queue_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Belief:
+    """What to plan with.
+
+    Attributes:
+        note: for people, when the node falls short of what it claims; else empty.
+        is_measured: whether anything of it was observed.
+    """
+
+    speed: Speed
+    queue_s: float
+    note: str = ""
+    is_measured: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StageStep:
+    """One stage's part in a round, by its own word (StageTiming)."""
+
+    peer: PeerId
+    num_layers: int
+    compute_s: float
+    queue_s: float
+
+
+def fastest_speed(layer_bytes: float, layer_parameters: float) -> Speed:
+    """What no device can beat for a layer of so many bytes and parameters, of which all are read and used."""
+    one = max(FASTEST.rows_1_s, layer_bytes / MEMORY_Bps)
+    wide = [max(one, 2 * layer_parameters * rows / FLOPS) for rows in SPEED_ROWS[1:]]
+    return Speed(one, wide[0], max(wide[1], FASTEST.rows_256_s))
+
+
+def clamp_speed(claimed: Sequence[float], fastest: Speed = FASTEST) -> Speed:
+    """Seconds per layer for 1, 16 and 256 rows within what is possible; more rows never take less time.
+
+    What is not a number, or negative, counts as SLOWEST_S: a claim that makes no sense attracts nobody.
+    """
+    floors = (fastest.rows_1_s, fastest.rows_16_s, fastest.rows_256_s)
+    known = [_bounded(seconds, floor, SLOWEST_S) for seconds, floor in zip(claimed, floors, strict=True)]
+    return Speed(known[0], max(known[:2]), max(known))
+
+
+def _bounded(value: float, least: float, most: float) -> float:
+    return min(max(value, least), most) if value >= 0.0 else most  # NaN compares as false
+
+
+@dataclass(slots=True)
+class _Measured:
+    """Of one node: seconds per layer by width, and what it waited."""
+
+    samples: tuple[deque[tuple[int, float]], ...] = field(
+        default_factory=lambda: tuple(deque(maxlen=MAX_SAMPLES) for _ in SPEED_ROWS)
+    )
+    """Per width of SPEED_ROWS: rows, and seconds per layer."""
+    measured_at: list[float] = field(default_factory=lambda: [-math.inf] * len(SPEED_ROWS))
+    queues: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+    queue_at: float = -math.inf
+    excess_s: list[float] = field(default_factory=lambda: [0.0] * len(SPEED_ROWS))
+    """Per width, per layer: what rounds took beyond what everybody said."""
+    shortfall: float = 1.0
+    """Measured over claimed, when last asked for."""
+
+
+class ClaimBook:
+    """See the head of this file.
+
+    Args:
+        fastest: what no node can beat, see ``fastest_speed``.
+    """
+
+    def __init__(self, fastest: Speed = FASTEST) -> None:
+        self._fastest = fastest
+        self._nodes: dict[PeerId, _Measured] = {}
+
+    def observe_step(
+        self,
+        peer: PeerId,
+        num_layers: int,
+        num_rows: int,
+        compute_s: float,
+        queue_s: float,
+        excess_s: float,
+        now: float,
+    ) -> None:
+        """One step that this node took part in.
+
+        Args:
+            num_rows: of the step, 1 or more.
+            compute_s, queue_s: by its own word.
+            excess_s: of what the user saw pass, what is put down to this node beyond that; 0 when all is explained.
+        """
+        if num_layers < 1 or num_rows < 1:
+            return
+        node = self._node(peer)
+        width = _width_of(num_rows)
+        spent_s = _bounded(compute_s, 0.0, SLOWEST_S * num_layers) + _bounded(excess_s, 0.0, SLOWEST_S * num_layers)
+        node.samples[width].append((num_rows, spent_s / num_layers))
+        node.measured_at[width] = now
+        node.queues.append(_bounded(queue_s, 0.0, MAX_QUEUE_S))
+        node.queue_at = now
+
+    def observe_round(
+        self, stages: Sequence[StageStep], num_rows: int, *, round_s: float, legs_s: float, now: float
+    ) -> None:
+        """One whole round: from the first byte that the user sent to the last that came back.
+
+        Args:
+            stages: all that took part, in order.
+            round_s: by the user's clock, that of its own computing left out.
+            legs_s: expected for all legs with their payloads.
+        """
+        if not stages or num_rows < 1 or not 0.0 <= round_s < math.inf:
+            return
+        width = _width_of(num_rows)
+        told_s = sum(_bounded(each.compute_s, 0.0, round_s) + _bounded(each.queue_s, 0.0, round_s) for each in stages)
+        excess_s = round_s - legs_s - told_s - TOLERANCE_S * len(stages) - TOLERANCE_SHARE * round_s
+        for stage, share_s in zip(stages, self._split(stages, width, excess_s), strict=True):
+            self.observe_step(stage.peer, stage.num_layers, num_rows, stage.compute_s, stage.queue_s, share_s, now)
+
+    def believed(self, claim: Claim, now: float) -> Belief:
+        """What to plan with, from a claim and what was measured."""
+        claimed = clamp_speed(claim.seconds_per_layer, self._fastest)
+        queue_s = _bounded(claim.queue_s, 0.0, MAX_QUEUE_S)
+        node = self._nodes.get(claim.peer)
+        if node is None:
+            factor = self._discount()
+            return Belief(
+                clamp_speed((claimed.rows_1_s * factor, claimed.rows_16_s * factor, claimed.rows_256_s * factor)),
+                queue_s,
+            )
+        factors = self._factors(node, claimed)
+        claims = (claimed.rows_1_s, claimed.rows_16_s, claimed.rows_256_s)
+        nearest = [_nearest(factors, width) for width in range(len(SPEED_ROWS))]
+        node.shortfall = max(factor for factor in factors if factor is not None)
+        weights = [_weight(now - max(node.measured_at), HALF_LIFE_S)] * len(SPEED_ROWS)
+        speeds = [
+            seconds * (1.0 + weight * (factor - 1.0))
+            for seconds, weight, factor in zip(claims, weights, nearest, strict=True)
+        ]
+        queue_weight = _weight(now - node.queue_at, QUEUE_HALF_LIFE_S)
+        queue_s += queue_weight * (statistics.median(node.queues) - queue_s)
+        return Belief(
+            clamp_speed(speeds, self._fastest), queue_s, _note(claims, factors, self._is_short(node)), is_measured=True
+        )
+
+    def forget(self, peer: PeerId) -> None:
+        """Nothing is known of it any more."""
+        self._nodes.pop(peer, None)
+
+    def _is_short(self, node: _Measured) -> bool:
+        return node.shortfall >= SHORTFALL
+
+    def _node(self, peer: PeerId) -> _Measured:
+        node = self._nodes.pop(peer, None) or _Measured()
+        if len(self._nodes) >= MAX_PEERS:
+            del self._nodes[next(iter(self._nodes))]
+        self._nodes[peer] = node  # the one that was observed last comes last
+        return node
+
+    def _split(self, stages: Sequence[StageStep], width: int, excess_s: float) -> list[float]:
+        """Seconds that are charged to each stage, by what was charged to it before and how many layers it has."""
+        nodes = [self._node(each.peer) for each in stages]
+        expected_s = sum(node.excess_s[width] * each.num_layers for node, each in zip(nodes, stages, strict=True))
+        norm = sum(each.num_layers**2 for each in stages) or 1
+        shares = []
+        for node, each in zip(nodes, stages, strict=True):
+            # Slowly down: a stage that says too much of itself would else clear the others at once.
+            error_s = (excess_s - expected_s) * (1.0 if excess_s > expected_s else RELIEF)
+            moved = node.excess_s[width] + error_s * each.num_layers / norm
+            node.excess_s[width] = _bounded(max(moved, 0.0), 0.0, SLOWEST_S)
+            shares.append(node.excess_s[width] * each.num_layers)
+        return shares
+
+    def _factors(self, node: _Measured, claimed: Speed) -> list[float | None]:
+        """Measured over claimed per width; None where nothing was measured."""
+        return [
+            statistics.median(seconds / claimed.seconds_per_layer(rows) for rows, seconds in samples)
+            if samples
+            else None
+            for samples in node.samples
+        ]
+
+    def _discount(self) -> float:
+        """By how much claims of nodes that were not measured are taken to be too good: as much as others' were."""
+        shortfalls = [node.shortfall for node in self._nodes.values()]
+        if len(shortfalls) < MIN_MEASURED:
+            return 1.0
+        return _bounded(statistics.median(shortfalls), 1.0, MAX_DISCOUNT)
+
+
+def _width_of(num_rows: int) -> int:
+    """Which of SPEED_ROWS stands for so many rows."""
+    return 0 if num_rows <= 4 else 1 if num_rows <= 64 else 2
+
+
+def _nearest(factors: Sequence[float | None], width: int) -> float:
+    """Of this width, or the nearest that was measured; there, no better than claimed."""
+    own = factors[width]
+    if own is not None:
+        return own
+    near = min((abs(other - width), factor) for other, factor in enumerate(factors) if factor is not None)
+    return max(1.0, near[1])
+
+
+def _weight(age_s: float, half_life_s: float) -> float:
+    return math.exp(-math.log(2.0) * max(age_s, 0.0) / half_life_s)
+
+
+def _note(claims: Sequence[float], factors: Sequence[float | None], is_short: bool) -> str:
+    if not is_short:
+        return ""
+    width = max((factor, width) for width, factor in enumerate(factors) if factor is not None)[1]
+    factor = factors[width] or 1.0
+    rows = "" if width == 0 else f" at {SPEED_ROWS[width]} rows"
+    return f"announces {1000 * claims[width]:.3g} ms per layer{rows}, measured {1000 * claims[width] * factor:.3g} ms"
