@@ -176,14 +176,19 @@ class SessionOpened(Message, frozen=True, array_like=True, tag="opened"):
     """Of the log: entries below it were applied here, in this epoch or an earlier one."""
     retained_positions: U32 = 0
     """The rows of positions below this, as they were or will be handed to the next stage, can be sent again."""
+    num_positions: U32 = 0
+    """Committed here, reused ones included: where the next entry of a chain hangs."""
 
 
 class Resend(Message, frozen=True, array_like=True, tag="resend"):
-    """User to a stage: hand rows that it has handed on before to its next stage, as this entry of the log.
+    """User to a stage: hand rows that it retains to its next stage, as this entry of the log.
 
     The entry appends positions ``[first_position, first_position + num_positions)`` to a chain, and stands for
     ``covers`` entries from ``sequence`` on: for none where the positions are those of a reused prefix. ``want_last``
-    and ``stop_stage`` are passed on, see Step.
+    asks the last stage for the row of the last position; ``stop_stage`` is passed on, see Step. Not both.
+
+    Orders of one epoch go up: no position is handed on twice in it. One for positions that are not computed yet waits
+    for them, and those behind it wait for it.
     """
 
     session: SessionBytes
@@ -197,8 +202,8 @@ class Resend(Message, frozen=True, array_like=True, tag="resend"):
 
 
 class Replayed(Message, frozen=True, array_like=True, tag="replayed"):
-    """Stage to user: an entry that was to stop at this stage has been computed; ``next_sequence`` as in SessionOpened,
-    and so many positions are committed."""
+    """Stage to user: an entry that was to stop at this stage has been computed, and with it all entries below
+    ``next_sequence``, which together are ``num_positions`` positions."""
 
     session: SessionBytes
     epoch: U32
@@ -208,15 +213,23 @@ class Replayed(Message, frozen=True, array_like=True, tag="replayed"):
 
 
 class SessionQuery(Message, frozen=True, array_like=True, tag="session?"):
-    """User to a stage: renew the lease, and tell how far the session is. Answered at once, whatever is computed."""
+    """User to a stage: renew the lease, and tell how far the session is. Answered at once, whatever is computed.
+
+    The answer is a SessionProgress; or, when no session of that user has this id here, a SessionFailed of this epoch
+    and stage with the code UNKNOWN_SESSION.
+    """
 
     session: SessionBytes
     epoch: U32
+    stage: StageIndex
 
 
 class SessionProgress(Message, frozen=True, array_like=True, tag="progress"):
-    """Stage to user: entries below ``next_sequence`` have come, and those below ``num_done`` were handed on; the lease
-    ends in ``lease_s``. ``wait_s`` is what a step has to wait for the device by this node's estimate."""
+    """Stage to user: entries below ``next_sequence`` have come, and those below ``num_done`` were computed; the lease
+    ends in ``lease_s``. ``wait_s`` is what a step has to wait for the device by this node's estimate.
+
+    ``epoch`` is the one that the stage is in, whichever was asked for.
+    """
 
     session: SessionBytes
     epoch: U32
@@ -241,6 +254,19 @@ class SessionDraining(Message, frozen=True, array_like=True, tag="drain"):
 PEER_LOST = "peer-lost"
 """SessionFailed.code when the link to the culprit is gone."""
 
+UNKNOWN_SESSION = "unknown-session"
+"""SessionFailed.code that answers a query for what is not open here."""
+
+NOT_RETAINED = "not-retained"
+"""SessionFailed.code when rows that are to be sent again are gone. The KV is kept."""
+
+DRAINING = "draining"
+"""SessionFailed.code when the grace of SessionDraining is over; SessionRefused.code of a node that leaves."""
+
+KEPT_S = 30.0
+"""How long a stage that says ``is_kept`` waits to be resumed. A user that lives notices within ten seconds, and has
+then several attempts at finding another node."""
+
 SUCCESSOR_UNREACHABLE = "successor-unreachable"
 """SessionRefused.code when the stage itself is well, but cannot reach the next one."""
 
@@ -263,7 +289,8 @@ class Step(Message, frozen=True, array_like=True, tag="step"):
     means: no advance. ``want`` lists the nodes whose rows the last stage returns to the user.
 
     In a replay, one entry may stand for ``covers`` entries of a chain, 0 for rows of a reused prefix; and one that is
-    to end at ``stop_stage`` is computed there, told to the user (Replayed), and not handed on.
+    to end at ``stop_stage`` is computed there, told to the user (Replayed), and neither handed on nor answered with
+    rows: ``want`` is empty then.
     """
 
     session: SessionBytes
@@ -393,11 +420,20 @@ def decode_message(frame: bytes | bytearray | memoryview) -> Frame:
         raise WireError("a payload where none belongs")
     elif isinstance(message, StatusReply) and not all(map(math.isfinite, message.counters.values())):
         raise WireError("a counter is not finite")
-    elif isinstance(message, Resend) and message.covers != 1 and (message.want_last or message.stop_stage is None):
-        raise WireError("only a chain that is replayed up to a stage stands for several entries")
+    elif isinstance(message, Resend):
+        _check_resend(message)
     elif isinstance(message, OpenSession) and len(message.prefix) not in (0, SESSION_BYTES):
         raise WireError("a prefix that is not the id of a session")
     return _new_tuple(Frame, (message, payload))  # half the price of Frame(message, payload)
+
+
+def _check_resend(message: Resend) -> None:
+    if message.covers != 1 and message.stop_stage is None:
+        raise WireError("only a chain that is replayed up to a stage stands for several entries")
+    if message.want_last and message.stop_stage is not None:
+        raise WireError("an entry that ends at a stage returns no rows")
+    if message.first_position + message.num_positions > 2**32 - 1:
+        raise WireError("positions out of range")
 
 
 def _check_tensor(message: Step | StepResult, payload: memoryview) -> None:
@@ -417,8 +453,10 @@ def _check_tensor(message: Step | StepResult, payload: memoryview) -> None:
             raise WireError("a result needs one row per node")
         return
     first, parents = message.first_node, message.parents
-    if message.covers != 1 and (parents or message.want or message.stop_stage is None):
+    if message.covers != 1 and (parents or message.stop_stage is None):
         raise WireError("only a chain that is replayed up to a stage stands for several entries")
+    if message.want and message.stop_stage is not None:
+        raise WireError("an entry that ends at a stage returns no rows")
     if num_rows == 0:
         raise WireError("a step without rows")
     last = first + num_rows - 1
@@ -439,15 +477,21 @@ def _check_tensor(message: Step | StepResult, payload: memoryview) -> None:
 
 
 __all__ = [
+    "DRAINING",
     "DTYPE_BYTES",
     "INT8",
     "INT8_BLOCK",
+    "KEPT_S",
     "MAX_EXPANSION",
     "MAX_HEADER_BYTES",
     "MAX_NODES_PER_STEP",
     "MAX_PAYLOAD_BYTES",
     "MAX_PROBE_PAYLOAD_BYTES",
+    "NOT_RETAINED",
+    "PEER_LOST",
     "RETAIN_S",
+    "SUCCESSOR_UNREACHABLE",
+    "UNKNOWN_SESSION",
     "ZSTD",
     "AnyMessage",
     "BandwidthProbe",

@@ -6,6 +6,10 @@ without gaps. No more than ``max_positions`` slots are ever in use.
 
 Assumes: one caller; frames of one link arrive in order (the link guarantees it); of a reused prefix the KV is there.
 
+A replayed entry may stand for several (``covers``), or for none where it holds rows of a reused prefix. Nothing can be
+skipped by that: it must be the next positions of a log that is *plain*, so that its position counts and not its
+number; it stands for no more entries than it has rows; and for none only while no entry has been applied.
+
 States of a node: unknown, live (registered, not committed), committed, dead. Node 0 is the empty prefix, committed from
 the start; a session that reuses p positions begins with the nodes 1 to p committed. ``ADVANCE(x)`` commits x and its
 ancestors; live nodes that do not descend from x die.
@@ -30,6 +34,8 @@ class StepFault(enum.StrEnum):
 
     GAP = "gap"
     """A sequence number was skipped."""
+    BAD_REPLAY = "bad-replay"
+    """An entry that stands for another number of entries than one, and is not what such an entry must be."""
     STALE_NODE = "stale-node"
     """A node id is not above all earlier ones."""
     UNKNOWN_PARENT = "unknown-parent"
@@ -104,25 +110,40 @@ class SessionLog:
     max_positions: int
     num_committed: int = 0
     next_sequence: int = field(default=0, init=False)
+    _num_reused: int = field(init=False)
     _root: int = field(init=False)
     _last_node: int = field(init=False)
     _live: dict[int, _Node] = field(default_factory=dict, init=False)
     """In order of ids; the slot of a live node is num_committed plus its rank."""
 
     def __post_init__(self) -> None:
-        self._root = self._last_node = self.num_committed
+        self._root = self._last_node = self._num_reused = self.num_committed
 
     @property
     def num_slots(self) -> int:
         """Slots in use."""
         return self.num_committed + len(self._live)
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether the log is a chain all of which is committed, with the node of position p being p + 1.
+
+        Ids only go up, so that there is no room for a gap or a dead node when the last is as high as there are
+        committed ones.
+        """
+        return not self._live and self._last_node == self.num_committed
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing was applied: only what is reused is there."""
+        return self.next_sequence == 0 and self._last_node == self._num_reused
+
     def declines_prefix(self, parent: int, parents: Sequence[int]) -> bool:
         """Whether this would be the first entry of a session that reuses a prefix, and hangs on the empty one instead.
 
         The stages do not reuse the same then. The caller replaces this log by an empty one.
         """
-        return self.next_sequence == 0 and self.num_committed > 0 and 0 in (parents or (parent,))
+        return self.is_untouched and self._num_reused > 0 and 0 in (parents or (parent,))
 
     def apply(
         self,
@@ -133,17 +154,28 @@ class SessionLog:
         parent: int,
         parents: Sequence[int] = (),
         advance: int = 0,
+        covers: int = 1,
     ) -> StepRows | Duplicate | StepFault:
         """Applies one entry: registers the nodes, then advances, then says what to compute.
 
         A fault leaves the log as it was.
+
+        Args:
+            covers: entries that this one stands for.
         """
-        if sequence < self.next_sequence:
-            return Duplicate()
         if sequence > self.next_sequence:
             return StepFault.GAP
+        if sequence < self.next_sequence:
+            return Duplicate() if sequence + covers <= self.next_sequence else StepFault.BAD_REPLAY
+        if covers == 0 and self.is_plain and first_node + num_rows - 1 <= self.num_committed:
+            return Duplicate()
         if first_node <= self._last_node:
             return StepFault.STALE_NODE
+        last = first_node + num_rows - 1
+        if covers != 1:
+            is_next = self.is_plain and not parents and parent == self.num_committed == first_node - 1
+            if not (is_next and advance == last and covers <= num_rows and (covers or self.next_sequence == 0)):
+                return StepFault.BAD_REPLAY
         fault = self._check(first_node, num_rows, parent, parents, advance)
         if fault is not None:
             return fault
@@ -153,8 +185,8 @@ class SessionLog:
             above = parents[index] if parents else (parent if index == 0 else first_node + index - 1)
             position = self.num_committed - 1 if above == self._root else self._live[above].position
             self._live[first_node + index] = _Node(above, position + 1)
-        self._last_node = first_node + num_rows - 1
-        self.next_sequence += 1
+        self._last_node = last
+        self.next_sequence += covers
         move: KVMove | None = None
         committed_rows: dict[int, int] = {}
         if advance in self._live:
