@@ -8,24 +8,28 @@ that KV is as if it did not exist.
 
 Assumes: the caller has checked the plan's signature and dates (p2p.records.open_plan), and tells when a link is lost.
 
-States of a session: open (leased), retained (over, its beginning kept until the room is needed), gone. Timers: the
-earliest lease and RETAIN_S after the earliest close with ``retain``, in seconds of the monotonic clock. Still ugly: a
-session that uses some of the node's layers reserves its positions in all of them; and what a retained session leaves
-behind here is noticed late when the block manager has dropped its blocks.
+A plan of a higher epoch of an open session is *adopted* when it has the same layers, positions and encoding here: the
+KV and the log stay, and everything else follows the new plan. Otherwise the session is opened anew, empty.
+
+States of a session: opening (leased; the next stage is being dialled), open, kept (it cannot go on as it is, and waits
+for a plan to adopt), retained (over, its beginning kept until the room is needed), gone. Timers: the earliest lease,
+KEPT_S after a session was kept, the end of a grace, and RETAIN_S after the earliest close with ``retain``, in seconds
+of the monotonic clock. Still ugly: a session that uses some of the node's layers reserves its positions in all of them;
+and what a retained session leaves behind here is noticed late when the block manager has dropped its blocks.
 """
 
 from __future__ import annotations
 
 import enum
 import itertools
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from fusion_node.engine.block_manager_core import BlockManager, NoRoom
 from fusion_node.engine.session_log_core import SessionLog
 from fusion_node.types import LayerRange, ModelId, MonotonicS, PeerId
-from p2p.messages import INT8, RETAIN_S, SUCCESSOR_UNREACHABLE, OpenSession
-from p2p.records import Plan
+from p2p.messages import DRAINING, INT8, KEPT_S, RETAIN_S, SUCCESSOR_UNREACHABLE, OpenSession, Resend
+from p2p.records import PROTOCOL_VERSION, Lease, Plan
 
 LEASE_S = 120.0
 """Between two steps of a session. A person who thinks between two questions opens a new session for the second."""
@@ -34,6 +38,13 @@ MAX_SESSIONS = 256
 MAX_SESSIONS_PER_USER = 64
 MAX_QUEUED_ROWS = 4096
 """Rows of one session that wait for the device. The user's side keeps a handful of steps in flight."""
+
+
+RESUMES_AT_ONCE = 8
+"""Plans of higher epochs that a session adopts in a row, and then one every RESUME_INTERVAL_S. More than a user that
+finds a stage dead needs; each costs a look at a signature, and perhaps a dial."""
+
+RESUME_INTERVAL_S = 1.0
 
 
 class RefusalCode(enum.StrEnum):
@@ -47,7 +58,8 @@ class RefusalCode(enum.StrEnum):
     NO_MEMORY = "no-memory"
     TOO_MANY_SESSIONS = "too-many-sessions"
     DUPLICATE = "duplicate"
-    DRAINING = "draining"
+    TOO_OFTEN = "too-often"
+    DRAINING = DRAINING
     PAUSED = "paused"
     SUCCESSOR_UNREACHABLE = SUCCESSOR_UNREACHABLE
 
@@ -60,17 +72,44 @@ class Refused:
     reason: str
 
 
-@dataclass(slots=True)
+class SessionState(enum.StrEnum):
+    """How far a session is on this stage."""
+
+    OPENING = "opening"
+    """The next stage is being dialled."""
+    OPEN = "open"
+    KEPT = "kept"
+    """It takes no steps, and waits for a plan of a higher epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grace:
+    """What a session still has on a node that leaves, and what its user is told when it is over."""
+
+    until: MonotonicS
+    code: str
+    reason: str
+
+
+@dataclass(slots=True, eq=False)
 class Session:
     """One admitted session.
 
     Attributes:
+        plan, stage: of the present epoch.
         log: its token tree on this stage.
         previous: who may send steps.
         next: who gets the results; the user after the last stage.
         reused_positions: of another session, with which this one begins.
         num_queued_rows: rows that wait for the device.
         num_computed: committed positions whose KV has been computed and is written no more.
+        num_done: entries that were computed, as the sequence of the next one.
+        kept_until: set while the state is KEPT.
+        grace: set while the node leaves.
+        resends: orders to hand rows on again, in order.
+        resent_positions: handed on again in this epoch are none from here on.
+        resumable_from: when one plan of a higher epoch may be adopted; those before it are RESUMES_AT_ONCE.
+        lease_envelope: what the user was last given, signed, and when it ends.
     """
 
     key: bytes
@@ -82,6 +121,14 @@ class Session:
     reused_positions: int = 0
     num_queued_rows: int = 0
     num_computed: int = 0
+    num_done: int = 0
+    state: SessionState = SessionState.OPENING
+    kept_until: MonotonicS | None = None
+    grace: Grace | None = None
+    resends: deque[Resend] = field(default_factory=deque)
+    resent_positions: int = 0
+    resumable_from: float = 0.0
+    lease_envelope: tuple[bytes, MonotonicS] | None = None
 
     @property
     def user(self) -> PeerId:
@@ -98,6 +145,38 @@ class Session:
     @property
     def next(self) -> PeerId:
         return self.user if self.is_last else PeerId(self.plan.stages[self.stage + 1].peer)
+
+    @property
+    def promised_until(self) -> MonotonicS:
+        """Until when the KV is there, whatever else happens, unless the user goes."""
+        until = self.lease_until if self.kept_until is None else self.kept_until
+        return until if self.grace is None else min(until, self.grace.until)
+
+    @property
+    def ends_at(self) -> MonotonicS | None:
+        """When it ends if nothing is heard; None while its lease cannot run out, because rows wait for the device."""
+        if self.num_queued_rows == 0 or self.kept_until is not None:
+            return self.promised_until
+        return None if self.grace is None else self.grace.until
+
+    def lease(self, node: PeerId, *, issued_at: float, lease_s: float) -> Lease:
+        """What the node promises the user, to be signed.
+
+        Args:
+            issued_at: Unix seconds.
+        """
+        return Lease(
+            version=PROTOCOL_VERSION,
+            node=node,
+            user=self.plan.user,
+            session=self.key,
+            epoch=self.plan.epoch,
+            start=self.layers.start,
+            stop=self.layers.stop,
+            num_positions=self.plan.max_positions,
+            issued_at=issued_at,
+            expires_at=issued_at + lease_s,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,10 +230,27 @@ class Admission:
         return self.blocks.free_slots
 
     def open(self, message: OpenSession, plan: Plan, *, source: PeerId, now: MonotonicS) -> Session | Refused:
-        """Reserves KV for a plan, or says why not."""
+        """Reserves KV for a plan, or says why not.
+
+        With ``resumes``, a session of the same user under that id and a lower epoch is adopted: the same Session comes
+        back. If it cannot be, it is dropped, and one that is empty takes its place.
+        """
         layers = self._check(message, plan, source)
         if isinstance(layers, Refused):
             return self._count(layers)
+        held = self._sessions.get(message.session)
+        is_resumed = message.resumes and held is not None and held.user == source and message.epoch > held.plan.epoch
+        if held is not None and is_resumed:
+            if held.resumable_from > now + (RESUMES_AT_ONCE - 1) * RESUME_INTERVAL_S:
+                return self._count(Refused(RefusalCode.TOO_OFTEN, "too many plans for one session; wait a moment"))
+            if (held.layers, held.plan.wire, held.plan.max_positions) == (layers, plan.wire, plan.max_positions):
+                self._adopt(held, plan, message.stage, now)
+                return held
+        crowded = self._check_room(message, source, is_resumed=is_resumed)
+        if crowded is not None:
+            return self._count(crowded)
+        if held is not None:
+            self.drop(held)
         reused = self._reserve(message, plan, source, layers)
         if isinstance(reused, Refused):
             return self._count(reused)
@@ -178,9 +274,20 @@ class Admission:
             return None
         return session
 
+    def held(self, key: bytes, *, user: PeerId) -> Session | None:
+        """The session of that user under this id."""
+        session = self._sessions.get(key)
+        return session if session is not None and session.user == user else None
+
     def renew(self, session: Session, *, now: MonotonicS) -> None:
-        """A step came: the lease starts again."""
+        """A step or a query came: the lease starts again. Of no effect on what a kept session has left."""
         session.lease_until = MonotonicS(now + LEASE_S)
+
+    def keep(self, session: Session, *, now: MonotonicS) -> None:
+        """The session cannot go on as it is: its KV waits KEPT_S for a plan of a higher epoch."""
+        session.state = SessionState.KEPT
+        session.kept_until = MonotonicS(now + KEPT_S)
+        session.resends.clear()
 
     def start_empty(self, session: Session) -> bool:
         """Before its first step: the session begins with nothing instead of with a prefix.
@@ -198,14 +305,14 @@ class Admission:
         return True
 
     def close(self, key: bytes, *, epoch: int, source: PeerId, now: MonotonicS, retain: bool = False) -> Session | None:
-        """The user ends a session. None when it is not theirs, or not open.
+        """The user ends a session of this epoch or an earlier one. None when it is not theirs, or not open.
 
         Args:
             retain: what it has committed and computed is kept for RETAIN_S, or until the room is needed. Otherwise
                 what was kept under this id and epoch is freed.
         """
         session = self._sessions.get(key)
-        if session is not None and (session.user != source or session.plan.epoch != epoch):
+        if session is not None and (session.user != source or session.plan.epoch > epoch):
             session = None
         if session is not None:
             self._end(session, retain_until=MonotonicS(now + RETAIN_S) if retain else None)
@@ -225,22 +332,33 @@ class Admission:
         return self._sessions.get(session.key) is session
 
     def touching(self, peer: PeerId) -> list[Session]:
-        """Sessions that cannot go on without a link to ``peer``."""
-        return [s for s in self._sessions.values() if peer in (s.user, s.previous, s.next)]
+        """Sessions that cannot go on without a link to ``peer``: a kept one needs its user only."""
+        return [
+            s
+            for s in self._sessions.values()
+            if peer == s.user or (s.state is not SessionState.KEPT and peer in (s.previous, s.next))
+        ]
+
+    def knows(self, user: PeerId, key: bytes) -> bool:
+        """Whether a session of that user under this id is open or retained."""
+        return self.held(key, user=user) is not None or (
+            (user, key) in self._retained and self.blocks.is_retained(key, owner=user)
+        )
 
     def get_timer(self) -> MonotonicS | None:
-        """When the next lease runs out, or something retained ends."""
+        """When the next session ends, or something retained does."""
         first_retained = [kept.until for kept in itertools.islice(self._retained.values(), 1)]
-        return min([*first_retained, *(s.lease_until for s in self._sessions.values())], default=None)
+        ends = [end for s in self._sessions.values() if (end := s.ends_at) is not None]
+        return min([*first_retained, *ends], default=None)
 
     def handle_timer(self, *, now: MonotonicS) -> list[Session]:
-        """Drops and returns the sessions whose lease has run out and that wait for nothing of ours.
+        """Drops and returns the sessions whose time is over: of a lease, of being kept, or of the grace.
 
-        What was retained for long enough is freed.
+        A lease does not run out while rows wait for the device. What was retained for long enough is freed.
         """
         for user, key in [place for place, kept in self._retained.items() if kept.until <= now]:
             self._release(user, key)
-        expired = [s for s in self._sessions.values() if s.lease_until <= now and s.num_queued_rows == 0]
+        expired = [s for s in self._sessions.values() if (end := s.ends_at) is not None and end <= now]
         for session in expired:
             self.drop(session)
         return expired
@@ -283,15 +401,30 @@ class Admission:
             advice = " or ".join(str(layer) for layer in nearest if layer is not None)
             reason = f"no session begins at layer {layers.start} of this model: begin at {advice}"
             return Refused(RefusalCode.LAYERS_NOT_HELD, reason)
+        return layers
+
+    def _check_room(self, message: OpenSession, source: PeerId, *, is_resumed: bool) -> Refused | None:
+        """Why no session is opened anew now."""
         if self.draining:
             return Refused(RefusalCode.DRAINING, "the node is shutting down")
         if self.paused is not None:
             return Refused(RefusalCode.PAUSED, self.paused)
+        if is_resumed:
+            return None  # it takes the place of one
         if message.session in self._sessions:
             return Refused(RefusalCode.DUPLICATE, "a session of that id is open")
         if len(self._sessions) >= MAX_SESSIONS or len(self.of_user(source)) >= MAX_SESSIONS_PER_USER:
             return Refused(RefusalCode.TOO_MANY_SESSIONS, "too many sessions are open; try again later")
-        return layers
+        return None
+
+    def _adopt(self, session: Session, plan: Plan, stage: int, now: MonotonicS) -> None:
+        session.plan, session.stage = plan, stage
+        session.state, session.kept_until = SessionState.OPENING, None
+        session.resends.clear()
+        session.resent_positions = 0
+        session.resumable_from = max(session.resumable_from, now) + RESUME_INTERVAL_S
+        session.lease_envelope = None
+        self.renew(session, now=now)
 
     def _reserve(self, message: OpenSession, plan: Plan, source: PeerId, layers: LayerRange) -> int | Refused:
         """How many positions are there already."""

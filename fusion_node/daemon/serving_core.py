@@ -1,0 +1,674 @@
+"""What a node decides about the sessions that it serves; nothing is computed, sent or waited for here.
+
+Guarantees: a step is computed only once, in the order of its session's log, and only when it comes from the peer that
+the plan in force puts in front. What a session handed on is kept, as far as the bound allows, until it is over, so that
+it can be handed on again. A neighbour that is lost, or that errs, ends no session: its KV is kept for KEPT_S, for a
+plan of a higher epoch to adopt it. A fault of this node is told as such and as nobody else's. A query is answered in
+the call in which it comes. What strangers can make this node keep or send is bounded: MAX_QUEUED_ROWS of a session wait
+for the device, MAX_RESENDS orders wait, a position is sent again once per epoch, and only while MAX_BACKLOG_BYTES at
+most wait for the next stage.
+
+Assumes: one caller; ``now`` never goes back. The shell carries out the commands in their order; for every Take it calls
+``take_step`` or ``rows_unfit``, and for every ServedStep that it got ``step_computed`` or ``end``; both in order within
+a session, and never for one that it was told to forget. Payloads are anything with a length; only the output log's
+``join`` looks into them.
+
+States of a session: see admission_core. Timers: those of admission_core, and RETRY_S while orders wait for the link to
+the next stage; seconds of the monotonic clock.
+
+Source: docs/protocol-data-plane.md, "Repair". Still ugly: a step that was under way to this node when a new plan was
+adopted is dropped, and handed over again though its rows were here; trees are not retained, so that their sessions are
+repaired by computing them anew.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sized
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import msgspec
+
+from fusion_node.daemon.admission_core import (
+    MAX_QUEUED_ROWS,
+    Admission,
+    Grace,
+    RefusalCode,
+    Refused,
+    Session,
+    SessionState,
+)
+from fusion_node.daemon.output_log_core import OutputLog
+from fusion_node.engine.session_log_core import Duplicate, StepFault, StepRows
+from fusion_node.types import MonotonicS, PeerId
+from p2p.identity import short
+from p2p.messages import (
+    DRAINING,
+    NOT_RETAINED,
+    PEER_LOST,
+    UNKNOWN_SESSION,
+    AnyMessage,
+    CloseSession,
+    OpenSession,
+    Replayed,
+    Resend,
+    SessionClosed,
+    SessionDraining,
+    SessionFailed,
+    SessionOpened,
+    SessionProgress,
+    SessionQuery,
+    SessionRefused,
+    StageTiming,
+    Step,
+    StepResult,
+    TensorMeta,
+    row_bytes,
+)
+from p2p.records import Plan, PlanStage, Refusal, dialled_at
+
+MAX_RESENDS = 64
+"""Orders of one session that wait. A user keeps a handful in flight per stage."""
+
+MAX_BACKLOG_BYTES = 8 * 2**20
+"""That may wait for the next stage before rows are sent again: an order costs its sender nothing, and a peer for which
+64 MiB wait is dropped, with the sessions of everybody."""
+
+RETRY_S = 0.05
+"""Between two looks at such a backlog: 8 MiB take 0.07 s on a line of a gigabit."""
+
+LEASE_REUSE_S = 10.0
+"""So old may a signed lease be that is told again: a query costs no signature then."""
+
+LEASE_EXPIRED = "lease-expired"
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A message without rows."""
+
+    peer: PeerId
+    message: AnyMessage
+
+
+@dataclass(frozen=True, slots=True)
+class SendRows:
+    """A message with rows, which may be compressed on the way out; those of one session go in order.
+
+    When it cannot be sent: ``send_failed``.
+    """
+
+    session: Session
+    peer: PeerId
+    message: Step | StepResult
+    payload: Sized
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Make sure of a link to the next stage; then ``successor_connected`` or ``successor_unreachable``."""
+
+    session: Session
+    epoch: int
+    place: PlanStage
+
+    @property
+    def peer(self) -> PeerId:
+        return PeerId(self.place.peer)
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where it can be dialled, best first; empty when nobody can."""
+        return dialled_at(self.place)
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """A step has come whose header is in order: decode its rows, then ``take_step`` or ``rows_unfit``."""
+
+    session: Session
+    message: Step
+    payload: Sized
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """The session is over: nothing of it is to be computed or sent any more."""
+
+    session: Session
+
+
+Command: TypeAlias = Send | SendRows | Connect | Take | Forget
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ServedStep:
+    """A step to compute, then to hand to ``step_computed``.
+
+    Attributes:
+        rows: what to compute; ``rows.live_rows`` are indices into the rows that came.
+        encoding: of what goes out.
+        returned: nodes whose rows go back to the user; None when all rows go out, dead ones as zeros.
+        out: where those are among the live rows; None as ``returned``.
+        stops: it is not handed on.
+        is_plain: the log was a committed chain after it.
+    """
+
+    session: Session
+    message: Step
+    rows: StepRows
+    encoding: str
+    returned: tuple[int, ...] | None
+    out: tuple[int, ...] | None
+    stops: bool
+    is_plain: bool
+
+
+class Serving:
+    """The sessions of one node.
+
+    Args:
+        outputs: what was handed on; with a bound of 0 bytes nothing can be repeated.
+        row_size: hidden size of the model.
+        wire_dtype: plain encoding of the node's numerics.
+        open_plan: checks a signed plan.
+        sign_lease: gives the signed lease of a session for so many seconds; empty where nobody checks it.
+        wait_s: what a step has to wait for the device now, estimated.
+        backlog_bytes: that wait to be sent to a peer, or for its acknowledgement.
+
+    Attributes:
+        counters: for status replies.
+    """
+
+    def __init__(
+        self,
+        admission: Admission,
+        outputs: OutputLog,
+        *,
+        row_size: int,
+        wire_dtype: str,
+        open_plan: Callable[[bytes], Plan | Refusal],
+        sign_lease: Callable[[Session, float], bytes] = lambda session, lease_s: b"",
+        wait_s: Callable[[], float] = lambda: 0.0,
+        backlog_bytes: Callable[[PeerId], int] = lambda peer: 0,
+    ) -> None:
+        self.admission = admission
+        self.outputs = outputs
+        self.counters: Counter[str] = Counter()
+        self._row_size = row_size
+        self._wire_dtype = wire_dtype
+        self._open_plan = open_plan
+        self._sign_lease = sign_lease
+        self._wait_s = wait_s
+        self._backlog_bytes = backlog_bytes
+        self._commands: deque[Command] = deque()
+        self._waiting_for_link: dict[Session, None] = {}
+        """With orders that wait until less is under way to the next stage."""
+        self._retry_at: MonotonicS | None = None
+
+    # what comes from outside
+
+    def receive(self, peer: PeerId, message: AnyMessage, payload: Sized, *, now: MonotonicS) -> bool:
+        """Takes a message. False when it is none that concerns a session on a node."""
+        match message:
+            case Step():
+                self._receive_step(peer, message, payload, now)
+            case OpenSession():
+                self._open(peer, message, now)
+            case CloseSession():
+                self._close(peer, message, now)
+            case SessionQuery():
+                self._answer(peer, message, now)
+            case Resend():
+                self._resend(peer, message, now)
+            case _:
+                return False
+        return True
+
+    def peer_lost(self, peer: PeerId, reason: str, *, now: MonotonicS) -> None:
+        """A link is gone for good. Sessions of that user end; those of whose stages it is one are kept."""
+        for session in self.admission.touching(peer):
+            if peer == session.user:
+                self.end(session, PEER_LOST, reason, culprit=peer)
+            else:
+                self._keep(session, PEER_LOST, reason, culprit=peer, now=now)
+
+    def send_failed(self, session: Session, peer: PeerId, reason: str, *, now: MonotonicS) -> None:
+        """Rows could not be sent because that peer cannot be reached."""
+        if self.admission.holds(session) and peer in (session.next, session.user):
+            self._blame(session, PEER_LOST, reason, culprit=peer, now=now)
+
+    def successor_connected(self, session: Session, epoch: int, *, now: MonotonicS) -> None:
+        """There is a link to the next stage of that epoch's plan."""
+        if self._is_opening(session, epoch):
+            self._confirm(session, now)
+
+    def successor_unreachable(self, session: Session, epoch: int, *, now: MonotonicS) -> None:
+        """There is no link to the next stage of that epoch's plan: a new session is given back, an adopted one kept."""
+        if not self._is_opening(session, epoch):
+            return
+        # Not why: whoever writes the plan chooses the addresses, and would have us explore our network for them.
+        reason = f"the next stage {short(session.next)} cannot be reached from here"
+        if not dialled_at(session.plan.stages[session.stage + 1]):
+            reason = f"the next stage {short(session.next)} can be dialled by nobody, and no relay leads to it"
+        self.admission.refused[RefusalCode.SUCCESSOR_UNREACHABLE] += 1
+        self._refuse(
+            session.user, session.key, epoch, session.stage, Refused(RefusalCode.SUCCESSOR_UNREACHABLE, reason)
+        )
+        if session.log.is_untouched:
+            self._forget(session)
+        else:
+            self.admission.keep(session, now=now)
+
+    def take_step(self, session: Session, message: Step, *, now: MonotonicS) -> ServedStep | None:
+        """The rows of a Take are there and fit to compute with; None when there is nothing to compute after all."""
+        session.num_queued_rows -= message.tensor.num_rows  # until the log says that they are to be computed
+        if not self._takes(session, message.epoch):
+            self.counters["steps_without_session"] += 1
+            return None
+        log, is_first = session.log, session.log.is_untouched
+        if log.declines_prefix(message.parent, message.parents):
+            if not self.admission.start_empty(session):
+                self.end(session, "no-memory", "KV does not fit without the prefix that was reused")
+                return None
+            log = session.log
+            self._open_outputs(session)
+        rows = log.apply(
+            message.sequence,
+            first_node=message.first_node,
+            num_rows=message.tensor.num_rows,
+            parent=message.parent,
+            parents=message.parents,
+            advance=message.advance,
+            covers=message.covers,
+        )
+        match rows:
+            case Duplicate():
+                self.counters["steps_duplicate"] += 1
+                return None
+            case StepFault():
+                reason = f"the step does not follow the log: {rows.value}"
+                self._blame(session, rows.value, reason, culprit=session.previous, now=now)
+                return None
+        if is_first:
+            self.counters["positions_reused"] += session.reused_positions
+        self.admission.renew(session, now=now)
+        session.num_queued_rows += message.tensor.num_rows
+        stops = message.stop_stage == session.stage
+        returned = out = None
+        if session.is_last:
+            row_of = {node: row for row, node in enumerate(rows.nodes)}
+            returned = tuple(node for node in message.want if node in row_of)
+            out = tuple(row_of[node] for node in returned)
+        return ServedStep(session, message, rows, self.encoding(session), returned, out, stops, log.is_plain)
+
+    def rows_unfit(self, session: Session, message: Step, reason: str, *, now: MonotonicS) -> None:
+        """The rows of a Take are none that may come: before the step has any part in a forward."""
+        session.num_queued_rows -= message.tensor.num_rows
+        if self._takes(session, message.epoch):
+            self._blame(session, "bad-rows", reason, culprit=session.previous, now=now)
+
+    def step_computed(self, step: ServedStep, payload: Sized, timing: StageTiming, *, now: MonotonicS) -> None:
+        """All rows of a step are computed, and ``payload`` holds those that go out."""
+        session, message = step.session, step.message
+        session.num_queued_rows -= message.tensor.num_rows
+        if not self.admission.holds(session):
+            return
+        session.num_computed = step.rows.num_final
+        session.num_done = message.sequence + message.covers
+        # Also now: a step of many rows on a slow device takes longer than a lease lasts.
+        self.admission.renew(session, now=now)
+        self.counters["steps"] += 1
+        self.counters["rows"] += len(step.rows.live_rows)
+        timings = (*message.timings, timing)
+        is_in_force = self._takes(session, message.epoch)
+        if step.returned is not None:
+            if not step.stops:
+                # Also under an old epoch: to its user it is worth as much.
+                tensor = TensorMeta(step.encoding, len(step.returned), self._row_size)
+                result = StepResult(session.key, message.epoch, message.sequence, step.returned, tensor, timings)
+                self._commands.append(SendRows(session, session.user, result, payload))
+        else:
+            self._retain(step, payload)
+            if is_in_force and not step.stops:
+                tensor = TensorMeta(step.encoding, message.tensor.num_rows, self._row_size)
+                forward = msgspec.structs.replace(message, tensor=tensor, timings=timings)
+                self._commands.append(SendRows(session, session.next, forward, payload))
+        if step.stops and is_in_force:
+            done = Replayed(session.key, message.epoch, session.stage, session.num_done, session.num_computed)
+            self._commands.append(Send(session.user, done))
+        if session.resends:
+            self._serve_resends(session, now)
+
+    def end(self, session: Session, code: str, reason: str, *, culprit: str = "") -> None:
+        """The session is over here, for a reason of this node's if there is no culprit. Once."""
+        if self.admission.holds(session):
+            self.counters["sessions_failed"] += 1
+            self._tell_failed(session, code, reason, culprit, is_kept=False)
+            self._forget(session)
+
+    def end_all(self, code: str, reason: str) -> None:
+        """Ends every session; its user is told why."""
+        for session in self.admission.sessions:
+            self.end(session, code, reason)
+
+    # leaving
+
+    def drain(
+        self,
+        *,
+        now: MonotonicS,
+        grace_s: float,
+        reason: str,
+        code: str = DRAINING,
+        sessions: Iterable[Session] | None = None,
+    ) -> None:
+        """Asks users to take their sessions elsewhere. They are served as before for ``grace_s``, then end.
+
+        Whether new ones are opened meanwhile is the admission's to say.
+
+        Args:
+            sessions: these only; all if not given.
+        """
+        until = MonotonicS(now + grace_s)
+        for session in self.admission.sessions if sessions is None else sessions:
+            if not self.admission.holds(session) or (session.grace is not None and session.grace.until <= until):
+                continue
+            session.grace = Grace(until, code, reason)
+            session.lease_envelope = None
+            message = SessionDraining(session.key, session.plan.epoch, session.stage, grace_s, reason[:500])
+            self._commands.append(Send(session.user, message))
+
+    def stay(self) -> None:
+        """Those that are still there need not go after all."""
+        for session in self.admission.sessions:
+            session.grace = None
+
+    # time and commands
+
+    def get_timer(self) -> MonotonicS | None:
+        """When handle_timer is due."""
+        return min((t for t in (self.admission.get_timer(), self._retry_at) if t is not None), default=None)
+
+    def handle_timer(self, *, now: MonotonicS) -> None:
+        """Ends what has run out. May be called late, and early without effect."""
+        for session in self.admission.handle_timer(now=now):
+            self.counters["sessions_failed"] += 1
+            code, reason = LEASE_EXPIRED, "nothing was heard of the session"
+            if session.grace is not None and session.grace.until <= now:
+                code, reason = session.grace.code, session.grace.reason
+            self._tell_failed(session, code, reason, "", is_kept=False)
+            self._forget(session)
+        if self._retry_at is not None and self._retry_at <= now:
+            waiting, self._waiting_for_link, self._retry_at = self._waiting_for_link, {}, None
+            for session in waiting:
+                self._serve_resends(session, now)
+        if len(self.outputs) > len(self.admission.sessions):
+            # Of retained sessions whose KV is gone.
+            self.outputs.keep_only(lambda key: self.admission.knows(*key))
+
+    def next_command(self) -> Command | None:
+        """Drained one by one, in order."""
+        return self._commands.popleft() if self._commands else None
+
+    # opening and closing
+
+    def _open(self, peer: PeerId, message: OpenSession, now: MonotonicS) -> None:
+        """Admits a session in the call that brought the message, so that a close that follows finds it."""
+        plan = self._open_plan(message.plan)
+        if isinstance(plan, Refusal):
+            self.admission.refused[f"plan-{plan.value}"] += 1
+            hint = ": compare the clocks of both machines" if plan in (Refusal.EXPIRED, Refusal.FUTURE_DATED) else ""
+            refused = Refused(RefusalCode.BAD_PLAN, f"the plan is {plan.value}{hint}")
+            self._refuse(peer, message.session, message.epoch, message.stage, refused)
+            return
+        before = self.admission.held(message.session, user=peer)
+        session = self.admission.open(message, plan, source=peer, now=now)
+        if before is not None and not self.admission.holds(before):
+            self._forget(before)
+        if isinstance(session, Refused):
+            self._refuse(peer, message.session, message.epoch, message.stage, session)
+            return
+        if session is before:
+            self.counters["sessions_adopted"] += 1
+            self._waiting_for_link.pop(session, None)
+            if session.is_last:
+                self.outputs.drop(_output_key(session))
+        else:
+            self.counters["sessions"] += 1
+            self._open_outputs(session, prefix=message.prefix)
+        if session.is_last:
+            self._confirm(session, now)
+        else:
+            place = session.plan.stages[session.stage + 1]
+            self._commands.append(Connect(session, session.plan.epoch, place))
+
+    def _open_outputs(self, session: Session, prefix: bytes = b"") -> None:
+        """Begins to retain; the last stage hands nothing on."""
+        size = row_bytes(self.encoding(session), self._row_size)
+        if session.is_last or size is None:
+            self.outputs.drop(_output_key(session))
+            return
+        self.outputs.open(
+            _output_key(session),
+            row_bytes=size,
+            prefix=(session.user, prefix),
+            num_positions=session.reused_positions,
+        )
+
+    def _confirm(self, session: Session, now: MonotonicS) -> None:
+        is_resumed = not session.log.is_untouched
+        session.state = SessionState.OPEN
+        lease_s, lease = self._lease(session, now)
+        is_kept = self.outputs.is_kept(_output_key(session))
+        self._commands.append(
+            Send(
+                session.user,
+                SessionOpened(
+                    session.key,
+                    session.plan.epoch,
+                    session.stage,
+                    lease_s,
+                    0 if is_resumed else session.reused_positions,
+                    lease,
+                    session.log.next_sequence,
+                    # What is being computed just now will be there when it is asked for.
+                    session.log.num_committed if is_kept and session.log.is_plain else 0,
+                    session.log.num_committed,
+                ),
+            )
+        )
+
+    def _close(self, peer: PeerId, message: CloseSession, now: MonotonicS) -> None:
+        session = self.admission.close(
+            message.session, epoch=message.epoch, source=peer, now=now, retain=message.retain
+        )
+        if session is not None:
+            self._forget(session)
+            self._commands.append(Send(peer, SessionClosed(message.session, message.epoch)))
+
+    def _refuse(self, peer: PeerId, key: bytes, epoch: int, stage: int, refused: Refused) -> None:
+        self.counters["sessions_refused"] += 1
+        self._commands.append(Send(peer, SessionRefused(key, epoch, stage, refused.code.value, refused.reason)))
+
+    def _is_opening(self, session: Session, epoch: int) -> bool:
+        """Whether this very session still waits for the next stage of that plan."""
+        return self._takes(session, epoch) and session.state is SessionState.OPENING
+
+    def _takes(self, session: Session, epoch: int) -> bool:
+        """Whether this very session goes on under that plan."""
+        return self.admission.holds(session) and session.plan.epoch == epoch and session.state is not SessionState.KEPT
+
+    # queries and leases
+
+    def _answer(self, peer: PeerId, message: SessionQuery, now: MonotonicS) -> None:
+        session = self.admission.held(message.session, user=peer)
+        if session is None:
+            # The same for what is open and somebody else's.
+            reason = "no such session is open here"
+            failed = SessionFailed(message.session, message.epoch, message.stage, UNKNOWN_SESSION, reason, "")
+            self._commands.append(Send(peer, failed))
+            return
+        self.admission.renew(session, now=now)
+        lease_s, lease = self._lease(session, now)
+        progress = SessionProgress(
+            session.key,
+            session.plan.epoch,
+            session.stage,
+            session.log.next_sequence,
+            session.num_done,
+            lease_s,
+            min(max(self._wait_s(), 0.0), 1e6),
+            lease,
+        )
+        self._commands.append(Send(peer, progress))
+
+    def _lease(self, session: Session, now: MonotonicS) -> tuple[float, bytes]:
+        """For how many seconds the KV is promised, and that promise, signed a little earlier perhaps."""
+        lease_s = max(0.0, session.promised_until - now)
+        if session.lease_envelope is not None:
+            envelope, until = session.lease_envelope
+            if until <= session.promised_until < until + LEASE_REUSE_S:
+                return lease_s, envelope
+        envelope = self._sign_lease(session, lease_s) if lease_s else b""
+        session.lease_envelope = (envelope, session.promised_until)
+        return lease_s, envelope
+
+    # steps
+
+    def encoding(self, session: Session) -> str:
+        """Of the rows that come and go in a session."""
+        return session.plan.wire or self._wire_dtype
+
+    def _receive_step(self, peer: PeerId, message: Step, payload: Sized, now: MonotonicS) -> None:
+        session = self.admission.get(message.session, epoch=message.epoch, source=peer)
+        if session is None or session.state is SessionState.KEPT:
+            # Steps in flight when a session ends or changes its plan are no fault, and a stranger learns nothing from
+            # silence.
+            self.counters["steps_without_session"] += 1
+            return
+        problem = self._problem_with(session, message)
+        if problem is not None:
+            self._blame(session, *problem, culprit=peer, now=now)
+        elif message.sequence + message.covers <= session.log.next_sequence and message.covers:
+            self.counters["steps_duplicate"] += 1  # before its rows cost anything
+        else:
+            session.num_queued_rows += message.tensor.num_rows
+            self._commands.append(Take(session, message, payload))
+
+    def _problem_with(self, session: Session, message: Step) -> tuple[str, str] | None:
+        """Code and reason of what is wrong with a header, as far as the log need not be asked."""
+        dtype = self.encoding(session)
+        if message.tensor.row_size != self._row_size or message.tensor.dtype != dtype:
+            return "bad-shape", f"rows must be {dtype} of {self._row_size}"
+        if len(message.timings) != session.stage:
+            # Every stage adds one. A list that is full already would make the next stage refuse ours as malformed, and
+            # close a link on which other users depend.
+            return "bad-timings", "a step has one timing per stage behind it"
+        if message.stop_stage is not None and not session.stage <= message.stop_stage < len(session.plan.stages):
+            return "bad-stop", "a step ends at no stage that is still before it"
+        if session.num_queued_rows + message.tensor.num_rows > MAX_QUEUED_ROWS:
+            return "flooded", f"more than {MAX_QUEUED_ROWS} rows wait for the device"
+        return None
+
+    def _retain(self, step: ServedStep, payload: Sized) -> None:
+        key = _output_key(step.session)
+        if step.is_plain:
+            self.outputs.append(key, step.message.first_node - 1, step.message.tensor.num_rows, payload)
+        else:
+            self.outputs.drop(key)
+
+    # repeating
+
+    def _resend(self, peer: PeerId, message: Resend, now: MonotonicS) -> None:
+        session = self.admission.held(message.session, user=peer)
+        if session is None or not self._takes(session, message.epoch):
+            self.counters["steps_without_session"] += 1
+            return
+        end = message.first_position + message.num_positions
+        ends_here = session.is_last or (
+            message.stop_stage is not None and not session.stage < message.stop_stage < len(session.plan.stages)
+        )
+        covers_nonsense = message.covers > message.num_positions or (message.covers == 0 and message.sequence > 0)
+        if ends_here or covers_nonsense or end > session.plan.max_positions:
+            self.end(session, "bad-resend", "an order that no stage of this plan can follow", culprit=peer)
+        elif message.first_position < session.resent_positions:
+            self.end(session, "bad-resend", "positions that were handed on again in this epoch", culprit=peer)
+        elif len(session.resends) >= MAX_RESENDS:
+            self.end(session, "flooded", f"more than {MAX_RESENDS} orders wait", culprit=peer)
+        else:
+            session.resent_positions = end
+            session.resends.append(message)
+            self._serve_resends(session, now)
+
+    def _serve_resends(self, session: Session, now: MonotonicS) -> None:
+        """Hands rows on again, as far as they are there and the next stage can take them."""
+        key = _output_key(session)
+        while session.resends and session.state is SessionState.OPEN and self.admission.holds(session):
+            order = session.resends[0]
+            if not self.outputs.is_kept(key):
+                self._keep(session, NOT_RETAINED, "the rows to send again are gone", culprit="", now=now)
+                return
+            if order.first_position + order.num_positions > self.outputs.num_positions(key):
+                return  # they are being computed, or will be
+            if self._backlog_bytes(session.next) > MAX_BACKLOG_BYTES:
+                self._waiting_for_link[session] = None
+                if self._retry_at is None:
+                    self._retry_at = MonotonicS(now + RETRY_S)
+                return
+            session.resends.popleft()
+            self._hand_on_again(session, order)
+
+    def _hand_on_again(self, session: Session, order: Resend) -> None:
+        first, last = order.first_position + 1, order.first_position + order.num_positions
+        self.counters["rows_resent"] += order.num_positions
+        step = Step(
+            session=session.key,
+            epoch=order.epoch,
+            sequence=order.sequence,
+            first_node=first,
+            parent=order.first_position,
+            parents=(),
+            advance=last,
+            want=(last,) if order.want_last else (),
+            tensor=TensorMeta(self.encoding(session), order.num_positions, self._row_size),
+            timings=(StageTiming(0, 0),) * (session.stage + 1),
+            covers=order.covers,
+            stop_stage=order.stop_stage,
+        )
+        rows = self.outputs.rows(_output_key(session), order.first_position, order.num_positions)
+        self._commands.append(SendRows(session, session.next, step, rows))
+
+    # ends
+
+    def _blame(self, session: Session, code: str, reason: str, *, culprit: PeerId, now: MonotonicS) -> None:
+        """A peer has erred or is gone. Where that is the user, there is nobody to keep the session for."""
+        if culprit == session.user:
+            self.end(session, code, reason, culprit=culprit)
+        else:
+            self._keep(session, code, reason, culprit=culprit, now=now)
+
+    def _keep(self, session: Session, code: str, reason: str, *, culprit: str, now: MonotonicS) -> None:
+        """The session cannot go on under this plan; what is being computed is finished, and kept."""
+        if self.admission.holds(session) and session.state is not SessionState.KEPT:
+            self.counters["sessions_kept"] += 1
+            self.admission.keep(session, now=now)
+            self._tell_failed(session, code, reason, culprit, is_kept=True)
+
+    def _forget(self, session: Session) -> None:
+        """Nothing of it is left here but what it retains for sessions that begin like it."""
+        self.admission.drop(session)
+        session.resends.clear()
+        self._waiting_for_link.pop(session, None)
+        if not self.admission.knows(session.user, session.key):
+            self.outputs.drop(_output_key(session))
+        self._commands.append(Forget(session))
+
+    def _tell_failed(self, session: Session, code: str, reason: str, culprit: str, *, is_kept: bool) -> None:
+        message = SessionFailed(session.key, session.plan.epoch, session.stage, code, reason[:500], culprit, is_kept)
+        self._commands.append(Send(session.user, message))
+
+
+def _output_key(session: Session) -> tuple[PeerId, bytes]:
+    return session.user, session.key
