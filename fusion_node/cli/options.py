@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fusion_node.client.sampling import SamplingParams
+from fusion_node.client.user_rules import UserRules
 from fusion_node.errors import ConfigError
 from p2p.identity import Identity
 from p2p.swarm_key import SwarmKey
@@ -73,6 +75,33 @@ PuzzleBits = Annotated[
         "2 seconds, once; 0 is nothing.",
     ),
 ]
+ObjectiveName = Annotated[
+    str,
+    typer.Option(
+        "--objective",
+        metavar="latency|throughput|first-token",
+        help="What a route is chosen for: seconds per token, many sessions at a time, or the first token.",
+    ),
+]
+Allow = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow",
+        metavar="PEER|operator:NAME|region:NAME",
+        help="Be served by these alone; of each kind one must fit. May be repeated.",
+    ),
+]
+Deny = Annotated[
+    list[str] | None,
+    typer.Option("--deny", metavar="PEER|operator:NAME|region:NAME", help="Never be served by these. May be repeated."),
+]
+DistinctOperators = Annotated[
+    bool, typer.Option("--distinct-operators", help="No two stages of one operator, by the nodes' own word.")
+]
+MaxPrice = Annotated[
+    float | None, typer.Option("--max-price", metavar="PRICE", help="That a node may ask, in the swarm's unit.")
+]
+MaxStages = Annotated[int | None, typer.Option("--max-stages", metavar="N", help="Over so many nodes at most.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads to compute with; torch's own choice if not given.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Name or id of a model in the store.")]
@@ -134,6 +163,23 @@ def parse_rate(text: str) -> float:
         if rate_Bps >= MIN_UPLOAD_BPS:
             return rate_Bps
     raise ConfigError(f"{text!r} is not a rate of at least 8kbit: write for example 10Mbit or 2MB, per second")
+
+
+def user_rules(
+    allow: Sequence[str] | None,
+    deny: Sequence[str] | None,
+    distinct_operators: bool,
+    max_price: float | None,
+    max_stages: int | None,
+) -> UserRules:
+    """The options as UserRules; ConfigError for what makes no sense."""
+    return UserRules(
+        allow=tuple(allow or ()),
+        deny=tuple(deny or ()),
+        distinct_operators=distinct_operators,
+        max_price=max_price,
+        max_stages=max_stages,
+    )
 
 
 def sampling(

@@ -14,10 +14,16 @@ import typer
 
 from fusion_node.cli.logs import LogFormat, configure_logs
 from fusion_node.cli.options import (
+    Allow,
+    Deny,
+    DistinctOperators,
     Home,
+    MaxPrice,
+    MaxStages,
     Mdns,
     Model,
     Numerics,
+    ObjectiveName,
     Peers,
     PuzzleBits,
     SharedPrefixCache,
@@ -26,6 +32,7 @@ from fusion_node.cli.options import (
     UserIdentity,
     Wire,
     read_identity,
+    user_rules,
 )
 from p2p.addresses import check_bindable, is_loopback, parse_listen
 
@@ -48,6 +55,12 @@ def serve(
     ] = DEFAULT_LISTEN,
     numerics: Numerics = "fp32",
     wire: Wire = None,
+    objective: ObjectiveName = "latency",
+    allow: Allow = None,
+    deny: Deny = None,
+    distinct_operators: DistinctOperators = False,
+    max_price: MaxPrice = None,
+    max_stages: MaxStages = None,
     threads: Threads = None,
     puzzle_bits: PuzzleBits = None,
     mdns: Mdns = True,
@@ -58,6 +71,7 @@ def serve(
 ) -> None:
     """Offer MODEL, served by a swarm, at an OpenAI-compatible HTTP endpoint until Ctrl-C."""
     configure_logs(log_format, verbose=verbose)
+    rules = user_rules(allow, deny, distinct_operators, max_price, max_stages)
     host, port = parse_listen(listen)
     if port:
         # Before anything heavy is loaded.
@@ -80,6 +94,8 @@ def serve(
         prefix_cache=prefix_cache,
         swarm_key=swarm_key,
         identity=read_identity(identity),
+        objective=objective,
+        rules=rules,
     )
     asyncio.run(_until_told_to_stop(_serve(connect, model, host, port)))
 

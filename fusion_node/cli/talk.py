@@ -12,13 +12,19 @@ import typer
 
 from fusion_node.cli.logs import LogFormat, configure_logs
 from fusion_node.cli.options import (
+    Allow,
     AsJson,
+    Deny,
+    DistinctOperators,
     Home,
+    MaxPrice,
+    MaxStages,
     MaxTokens,
     Mdns,
     MinP,
     Model,
     Numerics,
+    ObjectiveName,
     Peers,
     PrefixCache,
     PuzzleBits,
@@ -34,6 +40,7 @@ from fusion_node.cli.options import (
     Wire,
     read_identity,
     sampling,
+    user_rules,
 )
 from fusion_node.client.sampling import SamplingParams
 from fusion_node.errors import FusionError
@@ -64,6 +71,12 @@ def generate(
     ] = False,
     numerics: Numerics = "fp32",
     wire: Wire = None,
+    objective: ObjectiveName = "latency",
+    allow: Allow = None,
+    deny: Deny = None,
+    distinct_operators: DistinctOperators = False,
+    max_price: MaxPrice = None,
+    max_stages: MaxStages = None,
     threads: Threads = None,
     puzzle_bits: PuzzleBits = None,
     mdns: Mdns = True,
@@ -72,6 +85,7 @@ def generate(
 ) -> None:
     """Answer one PROMPT with MODEL, served by a swarm."""
     configure_logs(LogFormat.AUTO, quiet=True)
+    rules = user_rules(allow, deny, distinct_operators, max_price, max_stages)
     params = sampling(max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop)
     text = sys.stdin.read() if prompt == "-" else prompt
     from fusion_node.client.swarm import SwarmClient
@@ -90,6 +104,8 @@ def generate(
             background=background,
             swarm_key=swarm_key,
             identity=read_identity(identity),
+            objective=objective,
+            rules=rules,
         ) as swarm:
             answer = swarm.generate(text, params, raw=raw)
             pieces = []
@@ -127,6 +143,12 @@ def chat(
     seed: Seed = None,
     numerics: Numerics = "fp32",
     wire: Wire = None,
+    objective: ObjectiveName = "latency",
+    allow: Allow = None,
+    deny: Deny = None,
+    distinct_operators: DistinctOperators = False,
+    max_price: MaxPrice = None,
+    max_stages: MaxStages = None,
     threads: Threads = None,
     puzzle_bits: PuzzleBits = None,
     mdns: Mdns = True,
@@ -135,6 +157,7 @@ def chat(
 ) -> None:
     """Talk with MODEL. An empty line or Ctrl-D ends; /new starts over."""
     configure_logs(LogFormat.AUTO, quiet=True)
+    rules = user_rules(allow, deny, distinct_operators, max_price, max_stages)
     params = sampling(max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, None)
     from fusion_node.client.swarm import SwarmClient
 
@@ -151,6 +174,8 @@ def chat(
             prefix_cache=prefix_cache,
             swarm_key=swarm_key,
             identity=read_identity(identity),
+            objective=objective,
+            rules=rules,
         ) as swarm:
             await converse(swarm, params, system)
 

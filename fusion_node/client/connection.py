@@ -13,11 +13,13 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from types import TracebackType
 from typing import Self
 
 import structlog
 
+from fusion_node.client.topology import LOCATE_PASSES, choose_to_measure, coordinate_of
 from fusion_node.errors import (
     ConfigError,
     FusionError,
@@ -56,6 +58,7 @@ from p2p.records import NodeRecord, dialled_at
 from p2p.seam import Network, PathKind
 from p2p.swarm_key import SwarmKey, swarm_tag
 from p2p.websocket import WebSocketNetwork
+from scheduler.vivaldi import Coordinate, Vivaldi
 
 FIND_TIMEOUT_S = 10.0
 ENTER_TIMEOUT_S = 20.0
@@ -67,7 +70,7 @@ waiting for each core. It may also never be, and then this is lost once."""
 
 MEASURE_TIMEOUT_S = 6.0
 MAX_MEASURED = 64
-"""Nodes that one look at the swarm connects to. More candidates than this are for the planner's predictions, later."""
+"""Nodes that one look at the swarm connects to. How far the others are, network coordinates predict."""
 
 log = structlog.get_logger(__name__)
 
@@ -169,6 +172,8 @@ class SwarmConnection:
         self._status: dict[int, tuple[PeerId, asyncio.Future[StatusReply]]] = {}
         self._request_numbers = itertools.count(1)
         self._dialled_back_s = dialled_back_s
+        self._vivaldi = Vivaldi(secrets.SystemRandom())
+        self._is_located = False
         self._waited_for: set[str] = set()
 
     async def __aenter__(self) -> Self:
@@ -223,6 +228,11 @@ class SwarmConnection:
         return [*(record for record in records if record.peer not in new), *self._live(new)]
 
     @property
+    def coordinate(self) -> Coordinate | None:
+        """Where this user is among the nodes; None until one that has a coordinate was measured."""
+        return self._vivaldi.coordinate if self._is_located else None
+
+    @property
     def _has_book(self) -> bool:
         return self._book is not None and self._book.exists()
 
@@ -232,10 +242,36 @@ class SwarmConnection:
         return [each for each in live if each.peer in peers and each.shards]
 
     async def measure(self, records: Sequence[NodeRecord]) -> list[MeasuredNode]:
-        """Connects to nodes, all at once, and measures their round trips."""
-        # By chance: whoever could choose the order could hide everybody else behind MAX_MEASURED of its own.
-        chosen = records if len(records) <= MAX_MEASURED else secrets.SystemRandom().sample(records, MAX_MEASURED)
-        return list(await asyncio.gather(*(self._measure(record) for record in chosen)))
+        """Connects to nodes, all at once, and measures their round trips.
+
+        Of more than MAX_MEASURED, those that seem nearest by their coordinates, and at least as many by chance: whoever
+        could choose the order could hide everybody else behind MAX_MEASURED of its own.
+        """
+        rng, nodes = secrets.SystemRandom(), list[MeasuredNode]()
+        if len(records) > MAX_MEASURED and self.coordinate is None:
+            # Who is near, we know only once we know where we are.
+            nodes = await self._measure_all(rng.sample(records, MAX_MEASURED // 2))
+            self._locate(nodes, rng)
+            measured = {node.peer for node in nodes}
+            records = [record for record in records if record.peer not in measured]
+        nodes += await self._measure_all(choose_to_measure(records, self.coordinate, MAX_MEASURED - len(nodes), rng))
+        self._locate(nodes, rng)
+        return nodes
+
+    async def _measure_all(self, records: Sequence[NodeRecord]) -> list[MeasuredNode]:
+        return list(await asyncio.gather(*(self._measure(record) for record in records)))
+
+    def _locate(self, nodes: Sequence[MeasuredNode], rng: Random) -> None:
+        known = [
+            (node.peer, coordinate, node.round_trip_s)
+            for node in nodes
+            if node.round_trip_s is not None and (coordinate := coordinate_of(node.record)) is not None
+        ]
+        # At first it is nowhere, and each of these has to move it more than once.
+        for _ in range(1 if self._is_located else LOCATE_PASSES):
+            for peer, theirs, round_trip_s in rng.sample(known, len(known)):
+                self._vivaldi.observe(peer, theirs, round_trip_s)
+                self._is_located = True
 
     async def status_of(self, node: MeasuredNode) -> dict[str, float]:
         """A connected node's counters, by its own word.

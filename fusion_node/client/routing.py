@@ -10,11 +10,14 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from fusion_node.client.connection import MeasuredNode, SwarmConnection
+from fusion_node.client.user_rules import UserRules
 from fusion_node.engine.numerics import NUMERICS
 from fusion_node.errors import NoRoute, PeerError
 from fusion_node.store import StoredModel
 from fusion_node.types import LayerRange, PeerId
+from scheduler import topology
 from scheduler.planner import Candidate, Route, Uncovered, plan_route
+from scheduler.plans import Objective
 
 ROUTE_PATIENCE_S = 8.0
 """How long layers may stay uncovered before that is an error: nodes that start together announce one by one."""
@@ -51,6 +54,8 @@ class Router:
     Args:
         numerics: the class that nodes must serve.
         first_layers: at which a stage may begin; None: at any.
+        row_bytes: of one hidden state on the wire.
+        objective, rules: of the user.
     """
 
     def __init__(
@@ -61,12 +66,18 @@ class Router:
         numerics: str,
         num_layers: int,
         first_layers: Collection[int] | None,
+        row_bytes: int = 0,
+        objective: Objective = Objective.LATENCY,
+        rules: UserRules = UserRules(),  # noqa: B008 - frozen
     ) -> None:
         self._connection = connection
         self._model = model
         self._numerics = numerics
         self._num_layers = num_layers
         self._first_layers = first_layers
+        self._row_bytes = row_bytes
+        self._objective = objective
+        self._rules = rules
         self._avoid: dict[PeerId, float] = {}
         self._nodes: list[MeasuredNode] = []
         self._nodes_until = 0.0
@@ -229,6 +240,8 @@ class Router:
         self, nodes: Sequence[MeasuredNode], num_positions: int, gap: LayerRange | None
     ) -> Planned | Uncovered:
         first, stop = (0, self._num_layers) if gap is None else (gap.start, gap.stop)
+        rules = self._rules.resolve([node.peer for node in nodes])
+        nodes = [node for node in nodes if rules.rejects(_tags(node)) is None]
         candidates = [
             Candidate(
                 peer=node.peer,
@@ -286,3 +299,17 @@ class Router:
                 f": start a node with `fusion-node join {self._model.name} --layers {gap.layers[0]} --peer ADDRESS`"
             )
         return message
+
+
+def _tags(node: MeasuredNode) -> topology.Candidate:
+    """A node as far as rules look at it."""
+    record = node.record
+    return topology.Candidate(
+        peer=node.peer,
+        layers=LayerRange(0, 1),
+        speed=topology.Speed(0.0, 0.0, 0.0),
+        kv_free_positions=0,
+        operator=record.operator,
+        region=record.region,
+        price=record.price,
+    )

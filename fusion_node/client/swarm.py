@@ -30,6 +30,7 @@ from fusion_node.client.session import Session
 from fusion_node.client.session_core import Prefix, SessionCore, StepDone
 from fusion_node.client.text_stream import TextStream
 from fusion_node.client.tokenizer import ChatMessage, Tokenizer
+from fusion_node.client.user_rules import UserRules, objective_of
 from fusion_node.engine.architectures import first_layers, load_config, max_positions
 from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.device import choose_device, prepare_thread, set_threads
@@ -41,7 +42,7 @@ from fusion_node.types import LayerRange, MonotonicS, PeerId
 from fusion_node.wire import WireError
 from p2p.bans import FILE_NAME as BAN_FILE_NAME
 from p2p.identity import Identity, short
-from p2p.messages import INT8, CloseSession, TensorMeta
+from p2p.messages import INT8, CloseSession, TensorMeta, row_bytes
 from p2p.records import PROTOCOL_VERSION, Plan, PlanStage, sign_plan
 from p2p.swarm_key import SwarmKey
 
@@ -161,6 +162,9 @@ class SwarmClient:
         prefix_cache: ask the nodes to keep the KV of an answer for some minutes, and begin an answer whose prompt
             begins like an earlier one with what they kept. Other users do not get at it.
         background: nobody waits for the answers: nodes compute them with what others leave.
+        objective: of routes: ``latency`` (seconds per token), ``throughput`` (of many sessions at a time), or
+            ``first-token`` (seconds until it).
+        rules: who may serve, and what a route may look like; None: anybody, anyhow.
         puzzle_bits: what the identities of nodes must have paid; None is 0 on one machine and among members of a
             private swarm, and otherwise what nodes pay unless told otherwise.
         connection: an existing connection; it is used and not closed.
@@ -184,6 +188,8 @@ class SwarmClient:
         background: bool = False,
         swarm_key: SwarmKey | Path | None = None,
         identity: Identity | None = None,
+        objective: str = "latency",
+        rules: UserRules | None = None,
         puzzle_bits: int | None = None,
         connection: SwarmConnection | None = None,
     ) -> None:
@@ -219,6 +225,9 @@ class SwarmClient:
             numerics=self._numerics.name,
             num_layers=self.num_layers,
             first_layers=self._first_layers,
+            row_bytes=row_bytes(self._wire or self._numerics.wire_dtype, self._hidden_size) or 0,
+            objective=objective_of(objective),
+            rules=rules or UserRules(),
         )
 
     async def __aenter__(self) -> Self:

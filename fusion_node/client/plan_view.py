@@ -1,0 +1,304 @@
+"""A plan as people and programs read it: each leg and stage with its time and where that is known from, and why.
+
+The structs are the JSON of ``fusion-node plan --json``: names are stable, times are milliseconds. Texts of strangers
+(operator, region, device, reasons that quote them) are printable and bounded. A peer of None is the user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from fusion_node.client.connection import MeasuredNode
+from fusion_node.client.topology import coordinate_of
+from fusion_node.types import LayerRange, PeerId
+from fusion_node.wire import printable
+from p2p.records import NodeRecord
+from scheduler.cost_model import LegCost, Workload
+from scheduler.plans import Alternate, Planned, Rejection
+from scheduler.topology import Candidate, LegSource
+from scheduler.vivaldi import Coordinate
+
+MAX_TAG_CHARACTERS = 48
+MAX_TEXT_CHARACTERS = 240
+
+
+class LegView(msgspec.Struct, frozen=True):
+    """One leg of a step's loop.
+
+    Attributes:
+        ms: for a step: the way, the payload behind the first byte, and what the message costs both ends.
+        source: where the way is known from (scheduler.topology.LegSource).
+        error_ms: by which a predicted way is typically wrong; None for other sources.
+    """
+
+    sender: str | None
+    receiver: str | None
+    ms: float
+    way_ms: float
+    payload_ms: float
+    overhead_ms: float
+    source: str
+    error_ms: float | None
+
+
+class PlaceView(msgspec.Struct, frozen=True):
+    """Layers ``[start, stop)`` of a node."""
+
+    peer: str
+    start: int
+    stop: int
+
+
+class AlternateView(msgspec.Struct, frozen=True):
+    """What would take the place of a stage that is lost.
+
+    Attributes:
+        excess_ms: by how much the route would be worse, in what the objective counts.
+    """
+
+    stages: tuple[PlaceView, ...]
+    excess_ms: float
+
+
+class PlannedStageView(msgspec.Struct, frozen=True):
+    """One stage.
+
+    Attributes:
+        round_trip_ms: between the user and the node, measured.
+        compute_ms, queue_ms: of a step; what it waits before it is computed.
+        is_measured: whether the speed was corrected by what rounds with the node took; else it is the node's word.
+        why: it was chosen.
+        note: how its measured speed falls short of what it announces; empty when it does not.
+        alternate: None when nothing could take its place.
+    """
+
+    peer: str
+    operator: str
+    region: str
+    price: float
+    device: str
+    start: int
+    stop: int
+    round_trip_ms: float
+    compute_ms: float
+    queue_ms: float
+    is_measured: bool
+    why: str
+    note: str
+    alternate: AlternateView | None
+
+
+class RejectedView(msgspec.Struct, frozen=True):
+    """A shard that does not serve.
+
+    Attributes:
+        reason: one of scheduler.plans.Reason.
+        why: in words.
+        excess_ms: how much worse the best route through it is at least, in what the objective counts; None unless that
+            is the reason.
+        note: as in PlannedStageView.
+    """
+
+    peer: str
+    operator: str
+    region: str
+    price: float
+    device: str
+    start: int
+    stop: int
+    reason: str
+    why: str
+    excess_ms: float | None
+    note: str
+
+
+class PlanView(msgspec.Struct, frozen=True):
+    """A route for one answer, or why there is none.
+
+    Attributes:
+        rules: of the user, in words.
+        prompt_tokens, max_tokens: of the answer.
+        num_found, num_measured: nodes that have announced shards of the model, and those whose round trip is known.
+        coordinate_error: relative error of the user's own network coordinate; None when it has none.
+        legs: one more than there are stages: the last one leads back to the user. Empty without a route.
+        user_ms: the user's own part of a step: embedding, norm, head and sampling.
+        ms_per_token: the sum of all legs, stages and the user's part.
+        opening_ms, first_token_ms: until the session is open, and from then until the first token.
+        full_tokens_per_s, bottleneck: of all sessions together when the route is full, and what limits them.
+        is_optimal: whether the search proved that no route of these candidates is better; else ``gap_ms`` bounds by how
+            much one could be, and ``num_unsearched`` candidates were left out.
+        problem: why there is no route; empty when there is one.
+    """
+
+    model: str
+    model_id: str
+    numerics: str
+    num_layers: int
+    objective: str
+    rules: tuple[str, ...]
+    prompt_tokens: int
+    max_tokens: int
+    num_found: int
+    num_measured: int
+    coordinate_error: float | None
+    stages: tuple[PlannedStageView, ...] = ()
+    legs: tuple[LegView, ...] = ()
+    user_ms: float = 0.0
+    ms_per_token: float | None = None
+    tokens_per_s: float | None = None
+    opening_ms: float | None = None
+    first_token_ms: float | None = None
+    full_tokens_per_s: float | None = None
+    bottleneck: str = ""
+    is_optimal: bool = True
+    gap_ms: float = 0.0
+    num_unsearched: int = 0
+    rejected: tuple[RejectedView, ...] = ()
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What is known of the swarm that a plan was made for.
+
+    Attributes:
+        measured_speeds: nodes whose speed was corrected by what rounds took.
+    """
+
+    records: Mapping[PeerId, NodeRecord]
+    nodes: Mapping[PeerId, MeasuredNode]
+    candidates: Sequence[Candidate]
+    coordinate: Coordinate | None
+    measured_speeds: frozenset[PeerId]
+
+
+def stage_views(plan: Planned, seen: Seen) -> tuple[PlannedStageView, ...]:
+    """The stages of a plan."""
+    notes = _notes(seen)
+    views = []
+    for index, cost in enumerate(plan.cost.stages):
+        peer, layers = cost.stage.peer, cost.stage.layers
+        node = seen.nodes[peer]
+        views.append(
+            PlannedStageView(
+                peer=peer,
+                operator=_tag(node.record.operator),
+                region=_tag(node.record.region),
+                price=node.record.price,
+                device=_tag(node.record.device),
+                start=layers.start,
+                stop=layers.stop,
+                round_trip_ms=_ms(node.round_trip_s or 0.0),
+                compute_ms=_ms(cost.compute_s),
+                queue_ms=_ms(cost.queue_s),
+                is_measured=peer in seen.measured_speeds,
+                why=_text(plan.reasons[index]) if index < len(plan.reasons) else "",
+                note=notes.get(peer, ""),
+                alternate=_alternate(plan.alternates[index]) if index < len(plan.alternates) else None,
+            )
+        )
+    return tuple(views)
+
+
+def leg_views(legs: Sequence[LegCost], seen: Seen) -> tuple[LegView, ...]:
+    """The legs of a plan."""
+    return tuple(
+        LegView(
+            sender=leg.sender,
+            receiver=leg.receiver,
+            ms=_ms(leg.seconds),
+            way_ms=_ms(leg.one_way_s),
+            payload_ms=_ms(leg.payload_s),
+            overhead_ms=_ms(leg.overhead_s),
+            source=leg.source.value,
+            error_ms=_error_ms(leg, seen),
+        )
+        for leg in legs
+    )
+
+
+def rejected_views(rejections: Sequence[Rejection], seen: Seen) -> tuple[RejectedView, ...]:
+    """Who does not serve, as far as they are known."""
+    notes = _notes(seen)
+    return tuple(
+        RejectedView(
+            peer=each.peer,
+            operator=_tag(record.operator),
+            region=_tag(record.region),
+            price=record.price,
+            device=_tag(record.device),
+            start=each.layers.start,
+            stop=each.layers.stop,
+            reason=each.reason.value,
+            why=_text(each.text),
+            excess_ms=None if each.excess_s is None else _ms(each.excess_s),
+            note=notes.get(each.peer, ""),
+        )
+        for each in rejections
+        if (record := seen.records.get(each.peer)) is not None
+    )
+
+
+def with_route(view: PlanView, plan: Planned, workload: Workload, seen: Seen) -> PlanView:
+    """The view with a route in it."""
+    cost = plan.cost
+    return msgspec.structs.replace(
+        view,
+        stages=stage_views(plan, seen),
+        legs=leg_views(cost.legs, seen),
+        user_ms=_ms(cost.user_step_s),
+        ms_per_token=_ms(cost.seconds_per_token),
+        tokens_per_s=round(1.0 / cost.seconds_per_token, 3),
+        opening_ms=_ms(cost.opening_s),
+        first_token_ms=_ms(cost.time_to_first_token_s),
+        full_tokens_per_s=round(cost.tokens_per_s, 3),
+        bottleneck=cost.bottleneck,
+        is_optimal=plan.is_optimal,
+        gap_ms=_ms(plan.gap_s),
+        num_unsearched=plan.num_unsearched,
+    )
+
+
+def _error_ms(leg: LegCost, seen: Seen) -> float | None:
+    """As far off as the two coordinates say of themselves that they typically are."""
+    if leg.source is not LegSource.PREDICTED:
+        return None
+    ends = [_coordinate(leg.sender, seen), _coordinate(leg.receiver, seen)]
+    errors = [end.error for end in ends if end is not None]
+    return _ms(leg.one_way_s * max(errors, default=1.0))
+
+
+def _coordinate(peer: PeerId | None, seen: Seen) -> Coordinate | None:
+    if peer is None:
+        return seen.coordinate
+    record = seen.records.get(peer)
+    return None if record is None else coordinate_of(record)
+
+
+def _notes(seen: Seen) -> dict[PeerId, str]:
+    return {each.peer: _text(each.note) for each in seen.candidates if each.note}
+
+
+def _alternate(alternate: Alternate | None) -> AlternateView | None:
+    if alternate is None:
+        return None
+    return AlternateView(tuple(_place(stage.peer, stage.layers) for stage in alternate.stages), _ms(alternate.excess_s))
+
+
+def _place(peer: PeerId, layers: LayerRange) -> PlaceView:
+    return PlaceView(peer, layers.start, layers.stop)
+
+
+def _ms(seconds: float) -> float:
+    return round(1000 * seconds, 3)
+
+
+def _tag(text: str) -> str:
+    return printable(text, limit=MAX_TAG_CHARACTERS)
+
+
+def _text(text: str) -> str:
+    return printable(text, limit=MAX_TEXT_CHARACTERS)
