@@ -182,7 +182,7 @@ class ClaimBook:
         Args:
             stages: all that took part, in order.
             round_s: by the user's clock, that of its own computing left out.
-            legs_s: expected for all legs with their payloads.
+            legs_s: expected for all legs, with their payloads and what a message costs its two ends.
         """
         if not stages or num_rows < 1 or not 0.0 <= round_s < math.inf:
             return

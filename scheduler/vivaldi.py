@@ -6,10 +6,10 @@ path goes through. A peer that measures a round trip moves its own coordinate a 
 lay between it and the other.
 
 Guarantees: whatever others say, a coordinate stays finite and within MAX_COORDINATE_S, and one sample moves it by
-2 * MOVES * MAX_MOVE_S at most. What is far off most samples pulls less than those do, and a peer pulls no more for being
-measured more often. So a tenth of liars, whatever their coordinates and delays, costs the others little: in a swarm of
-60 with a tenth of broken triangles, the median relative error is 0.12 to 0.17 after 200 measurements each, and below
-0.25 with them (tests/core/test_vivaldi.py).
+2 * MOVES * MAX_MOVE_S at most. What is far off most samples pulls less than those do, and a peer pulls no more for
+being measured more often. So a tenth of liars, whatever their coordinates and delays, costs the others little: in a
+swarm of 60 with a tenth of broken triangles, the median relative error is 0.12 to 0.14 after 200 measurements each, and
+0.12 to 0.16 with liars of four kinds (tests/core/test_vivaldi.py).
 
 Assumes: round trips are those of ``observe``'s caller, timed by itself: a peer can add to one, but not shorten it.
 

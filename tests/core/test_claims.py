@@ -1,129 +1,254 @@
-"""What the adapter cuts from what peers claim, before the library reads or keeps it."""
+"""What is believed of a node: absurd claims are bounded, and measurements take their place."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import itertools
+import math
+import random
+import statistics
 
-import multiaddr
 import pytest
-import trio
-from libp2p.crypto.ed25519 import create_new_key_pair
-from libp2p.host import basic_host
-from libp2p.identity.identify.pb.identify_pb2 import Identify
-from libp2p.io.exceptions import MessageTooLarge
-from libp2p.kad_dht import kad_dht, provider_store
-from libp2p.kad_dht.pb.kademlia_pb2 import Message
-from libp2p.peer.id import ID
-from libp2p.peer.peerinfo import PeerInfo
-from libp2p.peer.peerstore import PeerStore, create_signed_peer_record
 
-from p2p.libp2p_adapter.claims import MAX_PROTOCOLS_PER_PEER, bound_peerstore, bounded_request
-from p2p.libp2p_adapter.hardening import MAX_DHT_MESSAGE_BYTES, MAX_PROVIDERS_PER_KEY, bound_providers
-from p2p.libp2p_adapter.multiaddrs import MAX_ADDRESS_BYTES, MAX_ADDRESSES_PER_PEER
+from fusion_node.types import PeerId
+from scheduler.claims import (
+    FASTEST,
+    HALF_LIFE_S,
+    MAX_DISCOUNT,
+    MAX_PEERS,
+    MAX_QUEUE_S,
+    SLOWEST_S,
+    TOLERANCE_S,
+    Claim,
+    ClaimBook,
+    StageStep,
+    clamp_speed,
+    fastest_speed,
+)
+from scheduler.topology import Speed
 
-KEYS = create_new_key_pair(b"1" * 32)
-PEER = ID.from_pubkey(KEYS.public_key)
-MANY = [multiaddr.Multiaddr(f"/ip4/9.9.{number >> 8}.{number & 255}/tcp/4600") for number in range(1000)]
-ENVELOPE = create_signed_peer_record(PEER, MANY, KEYS.private_key)
-LONG = multiaddr.Multiaddr(f"/dns/{'a' * 60}.{'a' * 60}.org/tcp/4600")
+ALICE, BOB, CAROL, MALLORY = (PeerId(name) for name in ("alice", "bob", "carol", "mallory"))
+HONEST = (0.003, 0.004, 0.02)
+TOO_GOOD = (1e-12, 1e-12, 1e-12)
 
-
-def peerstore() -> PeerStore:
-    store = PeerStore()
-    bound_peerstore(store)
-    return store
+ABSURD = [math.nan, math.inf, -math.inf, -1.0, -0.0, 0.0, 1e-300, 1e-12, 1.0, 1e12, 1e308]
 
 
-def test_no_more_than_the_last_few_addresses_of_a_peer_are_kept() -> None:
-    store = peerstore()
-    store.add_addrs(PEER, MANY[:5], 60)
-    store.add_addrs(PEER, [*MANY[3:6], LONG], 60)
-    assert store.addrs(PEER) == MANY[:6]
-    store.add_addrs(PEER, MANY[10:14], 60)
-    assert store.addrs(PEER) == [*MANY[2:6], *MANY[10:14]]
-    store.add_addrs(PEER, MANY, 60)
-    assert store.addrs(PEER) == MANY[:MAX_ADDRESSES_PER_PEER]
-    for each in MANY[20:30]:
-        store.add_addr(PEER, each, 60)
-    assert store.addrs(PEER) == MANY[22:30]
+def observe(book: ClaimBook, peer: PeerId, seconds_per_layer: float, *, rows: int = 1, now: float = 0.0) -> None:
+    book.observe_step(peer, 10, rows, 10 * seconds_per_layer, 0.0, 0.0, now)
 
 
-def test_signed_record_is_not_kept() -> None:
-    store = peerstore()
-    assert store.consume_peer_record(ENVELOPE, 60)
-    assert store.get_peer_record(PEER) is None
-    assert not store.has_peer(PEER)
+def test_no_claim_is_believed_beyond_what_is_possible() -> None:
+    for claimed in itertools.product(ABSURD, repeat=3):
+        belief = ClaimBook().believed(Claim(MALLORY, claimed, queue_s=claimed[0]), now=0.0)
+
+        speed = belief.speed
+        assert FASTEST.rows_1_s <= speed.rows_1_s <= speed.rows_16_s <= speed.rows_256_s <= SLOWEST_S
+        assert FASTEST.rows_256_s <= speed.rows_256_s
+        assert 0.0 <= belief.queue_s <= MAX_QUEUE_S
 
 
-def test_answer_to_who_are_you_is_cut_to_size() -> None:
-    store = peerstore()
-    message = Identify(signedPeerRecord=ENVELOPE.marshal_envelope())
-    message.listen_addrs.extend(each.to_bytes() for each in [LONG, *MANY])
-    message.protocols.extend(f"/protocol/{number}" for number in range(1000))
-    trio.run(basic_host.update_peerstore_from_identify, store, PEER, message)
-    assert store.addrs(PEER) == MANY[:MAX_ADDRESSES_PER_PEER]
-    assert len(store.get_protocols(PEER)) == MAX_PROTOCOLS_PER_PEER
-    assert store.get_peer_record(PEER) is None
+def test_a_claim_that_makes_no_sense_attracts_nobody() -> None:
+    for nonsense in (math.nan, -1.0, -math.inf):
+        assert clamp_speed((nonsense, nonsense, nonsense)) == Speed(SLOWEST_S, SLOWEST_S, SLOWEST_S)
 
 
-def test_signed_record_in_a_message_of_the_dht_is_not_read() -> None:
-    store = peerstore()
-    message = Message(senderRecord=ENVELOPE.marshal_envelope())
-    assert kad_dht.maybe_consume_signed_record(message, None, PEER)
-    assert provider_store.maybe_consume_signed_record(message, None, PEER)
-    assert not store.has_peer(PEER)
+def test_a_layer_cannot_be_faster_than_its_weights_are_read() -> None:
+    parameters = 856e6  # of a layer of Llama 3 70B
+    fastest = fastest_speed(2 * parameters, parameters)
+
+    assert fastest.rows_1_s == pytest.approx(171e-6, rel=0.01)
+    assert fastest.rows_1_s <= fastest.rows_16_s <= fastest.rows_256_s
+    assert ClaimBook(fastest).believed(Claim(MALLORY, TOO_GOOD), now=0.0).speed == fastest
 
 
-def test_request_to_the_dht_loses_what_is_not_wanted() -> None:
-    request = Message(type=Message.MessageType.ADD_PROVIDER, key=b"key", senderRecord=ENVELOPE.marshal_envelope())
+@pytest.mark.parametrize("node", [HONEST, (0.01, 0.02, 0.3), (1e-4, 1e-4, 5e-4)])
+def test_an_honest_claim_is_believed_as_it_is_before_and_after_it_was_measured(
+    node: tuple[float, float, float],
+) -> None:
+    book = ClaimBook()
+    assert book.believed(Claim(ALICE, node), now=0.0).speed == Speed(*node)
+    for rows, seconds in zip((1, 16, 256), node, strict=True):
+        observe(book, ALICE, seconds, rows=rows)
+
+    belief = book.believed(Claim(ALICE, node), now=1.0)
+    assert belief.is_measured
+    assert belief.note == ""
+    assert (belief.speed.rows_1_s, belief.speed.rows_16_s, belief.speed.rows_256_s) == pytest.approx(node)
+
+
+def test_after_one_request_a_liar_is_as_slow_as_it_is() -> None:
+    book = ClaimBook()
+    lie = Claim(MALLORY, TOO_GOOD)
+    assert book.believed(lie, now=0.0).speed.rows_1_s < book.believed(Claim(ALICE, HONEST), now=0.0).speed.rows_1_s
+    observe(book, MALLORY, 0.0091)
+
+    belief = book.believed(lie, now=0.0)
+    assert belief.speed.rows_1_s == pytest.approx(0.0091)
+    assert belief.speed.rows_256_s >= belief.speed.rows_16_s >= belief.speed.rows_1_s
+    assert belief.note == "announces 0.002 ms per layer, measured 9.1 ms"
+
+
+def test_a_liar_that_also_lies_about_its_times_is_charged_what_the_round_took() -> None:
+    book = ClaimBook()
+    told = StageStep(MALLORY, 10, compute_s=1e-6, queue_s=0.0)
+    book.observe_round([told], 1, round_s=0.130, legs_s=0.030, now=0.0)
+
+    believed_s = 10 * book.believed(Claim(MALLORY, TOO_GOOD), now=0.0).speed.rows_1_s
+    assert believed_s == pytest.approx(0.1 - TOLERANCE_S - 0.013, rel=0.01)
+
+
+def test_jitter_within_the_tolerance_is_charged_to_nobody() -> None:
+    book = ClaimBook()
+    stage = StageStep(ALICE, 10, compute_s=0.030, queue_s=0.005)
+    book.observe_round([stage], 1, round_s=0.069, legs_s=0.030, now=0.0)
+
+    belief = book.believed(Claim(ALICE, HONEST), now=0.0)
+    assert belief.speed.rows_1_s == pytest.approx(0.003)
+    assert belief.queue_s == pytest.approx(0.005)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_over_rounds_with_different_stages_the_liar_among_them_is_found(seed: int) -> None:
+    """Ten nodes of 10 layers at 3 ms each; one of them takes 9 ms and says 1 us. Routes of three, by chance."""
+    rng = random.Random(seed)
+    nodes = [PeerId(f"node-{number}") for number in range(10)]
+    book = ClaimBook()
+    for _ in range(200):
+        route = rng.sample(nodes, 3)
+        steps = [StageStep(peer, 10, 1e-6 if peer == nodes[0] else 0.030, 0.0) for peer in route]
+        took_s = sum(0.090 if peer == nodes[0] else 0.030 for peer in route)
+        # The tolerance is what an honest swarm uses up.
+        total_s = (took_s + 0.060 + 3 * TOLERANCE_S) / 0.9 + rng.gauss(0.0, 0.002)
+        book.observe_round(steps, 1, round_s=total_s, legs_s=0.060, now=0.0)
+
+    speeds = [book.believed(Claim(peer, HONEST), now=0.0).speed.rows_1_s for peer in nodes]
+    assert speeds[0] > 0.007
+    assert max(speeds[1:]) < 0.004
+
+
+def test_a_stage_that_says_too_much_of_itself_does_not_clear_the_other_at_once() -> None:
+    book = ClaimBook()
+    slow = StageStep(MALLORY, 10, 1e-6, 0.0)
+    book.observe_round([slow], 1, round_s=0.2, legs_s=0.0, now=0.0)
+    before = book.believed(Claim(MALLORY, HONEST), now=0.0).speed.rows_1_s
     for _ in range(3):
-        provider = request.providerPeers.add(id=PEER.to_bytes(), signedRecord=b"x" * 5000)
-        provider.addrs.extend(each.to_bytes() for each in [LONG, *MANY])
-        request.closerPeers.add(id=PEER.to_bytes())
-    left = Message()
-    left.ParseFromString(bounded_request(request.SerializeToString()))
-    assert (left.type, left.key) == (request.type, request.key)
-    assert not left.HasField("senderRecord")
-    assert not left.closerPeers
-    (provider,) = left.providerPeers
-    assert provider.id == PEER.to_bytes()
-    assert not provider.HasField("signedRecord")
-    assert list(provider.addrs) == [each.to_bytes() for each in MANY[:MAX_ADDRESSES_PER_PEER]]
+        book.observe_round([slow, StageStep(BOB, 10, 4000.0, 0.0)], 1, round_s=0.2, legs_s=0.0, now=0.0)
+
+    assert book.believed(Claim(MALLORY, HONEST), now=0.0).speed.rows_1_s > before / 2
+    assert book.believed(Claim(BOB, HONEST), now=0.0).speed.rows_1_s > 1.0
 
 
-def test_value_that_is_put_arrives_unchanged() -> None:
-    request = Message(type=Message.MessageType.PUT_VALUE, key=b"key")
-    request.record.key, request.record.value = b"key", bytes(range(256)) * 64
-    assert bounded_request(request.SerializeToString()) == request.SerializeToString()
+def test_a_shortfall_is_remembered_whatever_is_announced_next_and_fades_slowly() -> None:
+    book = ClaimBook()
+    observe(book, MALLORY, 0.010)
+
+    def believed(claim_s: float, age_s: float) -> float:
+        claim = Claim(MALLORY, (claim_s, claim_s, claim_s))
+        return book.believed(claim, now=age_s).speed.rows_1_s
+
+    assert believed(0.001, 0.0) == pytest.approx(0.010)
+    assert believed(0.0001, 0.0) == pytest.approx(0.010)
+    assert believed(0.001, HALF_LIFE_S) == pytest.approx((0.010 + 0.001) / 2)
+    assert believed(0.001, 20 * HALF_LIFE_S) == pytest.approx(0.001, rel=0.01)
 
 
-def test_ids_and_keys_that_would_take_long_to_read_are_refused() -> None:
-    too_long = Message(type=Message.MessageType.FIND_NODE, key=bytes(129))
-    with pytest.raises(MessageTooLarge):
-        bounded_request(too_long.SerializeToString())
-    stranger = Message(type=Message.MessageType.ADD_PROVIDER, key=b"key")
-    stranger.providerPeers.add(id=bytes(30_000))
-    with pytest.raises(MessageTooLarge):
-        bounded_request(stranger.SerializeToString())
+def test_a_node_that_was_slow_once_is_not_called_slow() -> None:
+    book = ClaimBook()
+    for seconds in (0.003, 0.003, 5.0, 0.003):
+        observe(book, ALICE, seconds)
+
+    assert book.believed(Claim(ALICE, HONEST), now=0.0).speed.rows_1_s == pytest.approx(0.003)
 
 
-def test_nonsense_is_left_to_the_library() -> None:
-    assert bounded_request(b"\xff" * 100) == b"\xff" * 100
+def test_a_width_that_was_not_measured_is_as_much_too_good_as_the_nearest_one() -> None:
+    book = ClaimBook()
+    observe(book, ALICE, 0.009)
+
+    assert book.believed(Claim(ALICE, HONEST), now=0.0).speed == Speed(
+        pytest.approx(0.009), pytest.approx(0.012), pytest.approx(0.06)
+    )
 
 
-def test_the_longest_list_of_providers_fits_into_an_answer() -> None:
-    store = provider_store.ProviderStore(SimpleNamespace(get_id=lambda: PEER))
-    bound_providers(store)
-    fat = [multiaddr.Multiaddr(f"/dns/{'a' * 60}.{number:061}/tcp/4600") for number in range(20)]
-    assert MAX_ADDRESS_BYTES - 2 <= len(fat[0].to_bytes()) <= MAX_ADDRESS_BYTES
-    store.add_provider(b"key", PeerInfo(PEER, fat))
-    (held,) = store.get_providers(b"key")
-    answer = Message(type=Message.MessageType.GET_PROVIDERS, key=bytes(34))
-    for _ in range(MAX_PROVIDERS_PER_KEY):
-        provider = answer.providerPeers.add(id=PEER.to_bytes(), connection=1)
-        provider.addrs.extend(each.to_bytes() for each in held.addrs)
-    for _ in range(21):
-        closer = answer.closerPeers.add(id=PEER.to_bytes(), connection=1)
-        closer.addrs.extend(each.to_bytes() for each in held.addrs)
-    assert len(held.addrs) == MAX_ADDRESSES_PER_PEER
-    assert len(answer.SerializeToString()) < MAX_DHT_MESSAGE_BYTES - 4096
+def test_being_faster_than_claimed_at_one_width_says_nothing_of_the_others() -> None:
+    book = ClaimBook()
+    observe(book, ALICE, 0.001)
+
+    belief = book.believed(Claim(ALICE, HONEST), now=0.0)
+    assert belief.speed == Speed(pytest.approx(0.001), pytest.approx(0.004), pytest.approx(0.02))
+    assert belief.note == ""
+
+
+def test_a_measured_queue_counts_for_a_minute_rather_than_the_announced_one() -> None:
+    book = ClaimBook()
+    book.observe_step(ALICE, 10, 1, 0.03, 0.2, 0.0, now=0.0)
+
+    assert book.believed(Claim(ALICE, HONEST, queue_s=0.0), now=0.0).queue_s == pytest.approx(0.2)
+    assert book.believed(Claim(ALICE, HONEST, queue_s=0.0), now=60.0).queue_s == pytest.approx(0.1)
+    assert book.believed(Claim(ALICE, HONEST, queue_s=0.0), now=3600.0).queue_s == pytest.approx(0.0, abs=1e-6)
+
+
+def test_where_others_fell_short_a_newcomer_is_believed_less_but_never_much_less() -> None:
+    book = ClaimBook()
+    newcomer = Claim(CAROL, HONEST)
+    for number in range(5):
+        peer = PeerId(f"node-{number}")
+        observe(book, peer, 0.006)
+        book.believed(Claim(peer, HONEST), now=0.0)
+    assert book.believed(newcomer, now=0.0).speed.rows_1_s == pytest.approx(0.006)
+    for number in range(50):
+        peer = PeerId(f"liar-{number}")
+        observe(book, peer, 1.0)
+        book.believed(Claim(peer, TOO_GOOD), now=0.0)
+    assert book.believed(newcomer, now=0.0).speed.rows_1_s == pytest.approx(MAX_DISCOUNT * 0.003)
+
+
+def test_what_one_node_claims_changes_nothing_of_what_was_measured_of_another() -> None:
+    book = ClaimBook()
+    observe(book, ALICE, 0.003)
+    before = book.believed(Claim(ALICE, HONEST), now=0.0)
+    for claimed in itertools.product(ABSURD, repeat=3):
+        observe(book, MALLORY, claimed[0])
+        book.believed(Claim(MALLORY, claimed), now=0.0)
+
+    assert book.believed(Claim(ALICE, HONEST), now=0.0) == before
+
+
+@pytest.mark.parametrize("absurd", [math.nan, math.inf, -math.inf, -1.0, 1e308])
+def test_absurd_observations_leave_finite_beliefs(absurd: float) -> None:
+    book = ClaimBook()
+    book.observe_step(ALICE, 10, 1, absurd, absurd, absurd, now=0.0)
+    book.observe_step(ALICE, 0, 1, 1.0, 1.0, 1.0, now=0.0)
+    book.observe_step(ALICE, 10, 0, 1.0, 1.0, 1.0, now=0.0)
+    book.observe_round([StageStep(ALICE, 10, absurd, absurd)], 1, round_s=absurd, legs_s=0.0, now=0.0)
+    book.observe_round([StageStep(ALICE, 10, absurd, absurd)], 1, round_s=1.0, legs_s=0.0, now=0.0)
+    belief = book.believed(Claim(ALICE, HONEST), now=0.0)
+
+    assert FASTEST.rows_1_s <= belief.speed.rows_1_s <= SLOWEST_S
+    assert math.isfinite(belief.speed.rows_256_s)
+    assert 0.0 <= belief.queue_s <= MAX_QUEUE_S
+
+
+def test_a_flood_of_identities_is_forgotten_oldest_first() -> None:
+    book = ClaimBook()
+    observe(book, MALLORY, 1.0)
+    for number in range(MAX_PEERS):
+        observe(book, PeerId(str(number)), 0.001)
+
+    assert not book.believed(Claim(MALLORY, TOO_GOOD), now=0.0).is_measured
+    assert book.believed(Claim(PeerId("0"), TOO_GOOD), now=0.0).is_measured
+
+
+def test_routes_lead_past_a_liar_after_its_first_request() -> None:
+    """The effect on the choice, without a planner: who is best by belief serves, and is measured doing it."""
+    book = ClaimBook()
+    claims = [Claim(ALICE, HONEST), Claim(BOB, (0.004, 0.005, 0.03)), Claim(MALLORY, TOO_GOOD)]
+    really_s = {ALICE: 0.003, BOB: 0.004, MALLORY: 0.05}
+    served = []
+    for request in range(6):
+        best = min(claims, key=lambda claim: book.believed(claim, now=float(request)).speed.rows_1_s).peer
+        served.append(best)
+        observe(book, best, really_s[best], now=float(request))
+
+    assert served[0] == MALLORY
+    assert served.count(MALLORY) == 1
+    assert statistics.mode(served) == ALICE
