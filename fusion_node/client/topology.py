@@ -6,14 +6,18 @@ nodes say of the leg between them the larger counts. What one node says can only
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from fusion_node.types import LayerRange, ModelId, PeerId
 from p2p.records import NodeRecord, ShardRecord, digest_key_of
 from scheduler.claims import Claim, ClaimBook
+from scheduler.leg_table import Floats
 from scheduler.topology import Candidate, Leg, LegSource
-from scheduler.vivaldi import Coordinate, Vivaldi
+from scheduler.vivaldi import DIMENSIONS, Coordinate, Vivaldi
 
 if TYPE_CHECKING:
     from random import Random
@@ -106,6 +110,52 @@ class SwarmTopology:
             leg = self._legs[key] = Leg(seconds / 2, source, self._rate(sender, receiver))
         return leg
 
+    def bulk_legs(self, senders: Sequence[PeerId], receivers: Sequence[PeerId]) -> tuple[Floats, Floats]:
+        """As ``leg`` for all pairs: seconds one way, and B/s with infinity for None (scheduler.leg_table.BulkLegs).
+
+        Shapes: both [senders, receivers].
+        """
+        first_s = np.array([self._own_s.get(peer, math.nan) for peer in senders])[:, None]
+        second_s = np.array([self._own_s.get(peer, math.nan) for peer in receivers])[None, :]
+        sum_s, apart_s = first_s + second_s, np.abs(first_s - second_s)
+        said_s = self._said(senders, receivers)
+        said_s = np.where(np.isnan(said_s), self._predicted(senders, receivers), said_s)
+        # Comparisons with NaN are false: where the user has measured neither or one of both, nothing is bounded.
+        with np.errstate(invalid="ignore"):
+            said_s = np.where(said_s < apart_s / DETOUR, apart_s / DETOUR, said_s)
+            said_s = np.where(said_s > DETOUR * sum_s, DETOUR * sum_s, said_s)
+        said_s = np.clip(said_s, MIN_ROUND_TRIP_S, MAX_ROUND_TRIP_S)
+        bound_s = np.where(np.isnan(sum_s), UNKNOWN_ROUND_TRIP_S, sum_s / 2)
+        one_way_s = np.where(np.isnan(said_s), bound_s, said_s) / 2
+        one_way_s[np.array(senders)[:, None] == np.array(receivers)[None, :]] = 0.0
+        up_Bps = np.array([_rate_of(self._up(peer)) for peer in senders])
+        down_Bps = np.array([_rate_of(self._down(peer)) for peer in receivers])
+        return one_way_s, np.minimum(up_Bps[:, None], down_Bps[None, :])
+
+    def _said(self, senders: Sequence[PeerId], receivers: Sequence[PeerId]) -> Floats:
+        """What both announce of the round trip between them; NaN where neither does."""
+        said = np.full((len(senders), len(receivers)), math.nan)
+        rows = {digest_key_of(peer): index for index, peer in enumerate(senders)}
+        columns = {digest_key_of(peer): index for index, peer in enumerate(receivers)}
+        for row, peer in enumerate(senders):
+            for digest, seconds in self._said_by(peer).items():
+                if digest in columns:
+                    said[row, columns[digest]] = seconds
+        for column, peer in enumerate(receivers):
+            for digest, seconds in self._said_by(peer).items():
+                if digest in rows:
+                    said[rows[digest], column] = np.fmax(said[rows[digest], column], seconds)
+        return said
+
+    def _predicted(self, senders: Sequence[PeerId], receivers: Sequence[PeerId]) -> Floats:
+        """By coordinates; NaN where one of both has none."""
+        nowhere = Coordinate((math.nan,) * DIMENSIONS)
+        ours = [self._coordinates.get(peer, nowhere) for peer in senders]
+        theirs = [self._coordinates.get(peer, nowhere) for peer in receivers]
+        away = np.array([c.vector for c in ours])[:, None, :] - np.array([c.vector for c in theirs])[None, :, :]
+        heights = np.array([c.height for c in ours])[:, None] + np.array([c.height for c in theirs])[None, :]
+        return np.sqrt((away**2).sum(axis=2)) + heights  # type: ignore[no-any-return]
+
     def _round_trip(self, one: PeerId | None, other: PeerId | None) -> tuple[float, LegSource]:
         if one == other:
             return 0.0, LegSource.MEASURED
@@ -132,14 +182,18 @@ class SwarmTopology:
         return UNKNOWN_ROUND_TRIP_S, LegSource.UNKNOWN
 
     def _announced_s(self, one: PeerId, other: PeerId) -> float | None:
-        said = self._announced.get(one)
+        return self._said_by(one).get(digest_key_of(other))
+
+    def _said_by(self, peer: PeerId) -> dict[int, float]:
+        """Round trips that a node announces, by digest_key_of the other one."""
+        said = self._announced.get(peer)
         if said is None:
-            record = self._records.get(one)
-            said = self._announced[one] = {
+            record = self._records.get(peer)
+            said = self._announced[peer] = {
                 int.from_bytes(each.peer_digest, "little"): _round_trip(each.seconds)
                 for each in (() if record is None else record.round_trips)
             }
-        return said.get(digest_key_of(other))
+        return said
 
     def _within_reach(self, one: PeerId, other: PeerId, seconds: float) -> float:
         """Between what the user's own round trips to both allow, with slack: two friends cannot claim to be at one
@@ -155,8 +209,8 @@ class SwarmTopology:
             limits.append(self._rates_Bps.get(receiver, (None, None))[0])
         if receiver is None and sender is not None:
             limits.append(self._rates_Bps.get(sender, (None, None))[1])
-        known = [min(max(each, MIN_RATE_Bps), MAX_RATE_Bps) for each in limits if each]
-        return min(known, default=None)
+        rate_Bps = min(map(_rate_of, limits))
+        return None if math.isinf(rate_Bps) else rate_Bps
 
     def _up(self, peer: PeerId | None) -> float | None:
         record = None if peer is None else self._records.get(peer)
@@ -165,6 +219,11 @@ class SwarmTopology:
     def _down(self, peer: PeerId | None) -> float | None:
         record = None if peer is None else self._records.get(peer)
         return self._down_Bps if peer is None else None if record is None else record.down_Bps
+
+
+def _rate_of(announced_Bps: float | None) -> float:
+    """Within bounds; infinite when it is not known, as 0 says in a record."""
+    return min(max(announced_Bps, MIN_RATE_Bps), MAX_RATE_Bps) if announced_Bps else math.inf
 
 
 def _round_trip(seconds: float) -> float:

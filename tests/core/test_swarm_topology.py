@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -22,6 +23,7 @@ from fusion_node.types import LayerRange, ModelId, PeerId
 from p2p.identity import Identity
 from p2p.records import PROTOCOL_VERSION, CoordinateRecord, NodeRecord, RoundTrip, ShardRecord, digest_key_of
 from scheduler.claims import ClaimBook
+from scheduler.leg_table import BulkLegs
 from scheduler.topology import Leg, LegSource, Speed
 
 MODEL = ModelId("ab" * 32)
@@ -139,6 +141,35 @@ def test_payload_moves_at_the_slowest_known_of_both_lines() -> None:
     assert legs.leg(None, A).rate_Bps == 300_000
     assert legs.leg(None, B).rate_Bps == 400_000
     assert legs.leg(A, None).rate_Bps == 1_000_000
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_all_legs_at_once_are_those_that_are_asked_for_one_by_one(seed: int) -> None:
+    rng = random.Random(seed)
+    peers = [PeerId(f"node-{number}") for number in range(20)]
+    nodes = [
+        record(
+            peer,
+            to={other: rng.choice([0.0, 1e5, 0.01, 0.2]) for other in rng.sample(peers, 4)},
+            coordinate=rng.choice([None, at(rng.uniform(-0.1, 0.1)), at(0.05), at(0.0, error=5.0)]),
+            up_Bps=rng.choice([0, 1, 1_000_000, 2**53]),
+            down_Bps=rng.choice([0, 1_000_000]),
+        )
+        for peer in peers[:18]
+    ]
+    legs = topology(*nodes, measured={peer: rng.uniform(0.001, 0.3) for peer in peers[:12]})
+    assert isinstance(legs, BulkLegs)
+    senders, receivers = rng.sample(peers, 15), rng.sample(peers, 12)
+    one_way_s, rate_Bps = legs.bulk_legs(senders, receivers)
+
+    seen = set()
+    for row, sender in enumerate(senders):
+        for column, receiver in enumerate(receivers):
+            leg = legs.leg(sender, receiver)
+            seen.add(leg.source)
+            assert one_way_s[row, column] == pytest.approx(leg.one_way_s)
+            assert rate_Bps[row, column] == (math.inf if leg.rate_Bps is None else leg.rate_Bps)
+    assert seen == set(LegSource)
 
 
 def test_an_absurd_rate_is_bounded() -> None:
