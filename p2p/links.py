@@ -338,6 +338,11 @@ class LinkPool:
         connection = self._connections.get(peer)
         return connection.end.rate.rate_Bps if connection is not None and connection.end is not None else None
 
+    def backlog_bytes(self, peer: PeerId) -> int:
+        """Of frames that wait for the peer, or that it has not acknowledged."""
+        connection = self._connections.get(peer)
+        return connection.held_bytes if connection is not None else 0
+
     @property
     def max_upload_Bps(self) -> float | None:
         """What all links together may send; None for no limit."""

@@ -22,6 +22,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+CHUNK_OVERHEAD_BYTES = 512
+"""What Python spends on a payload beside its bytes."""
+
 
 class Part(NamedTuple):
     """Rows ``[start, stop)`` of a payload."""
@@ -118,7 +121,7 @@ class OutputLog:
         if first_position != rows.num_positions:
             self.drop(key)
             return
-        chunk = _Chunk(payload, num_rows * rows.row_bytes)
+        chunk = _Chunk(payload, num_rows * rows.row_bytes + CHUNK_OVERHEAD_BYTES)
         rows.firsts.append(first_position)
         rows.chunks.append(chunk)
         rows.num_positions += num_rows

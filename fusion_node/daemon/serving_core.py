@@ -24,9 +24,9 @@ repaired by computing them anew.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -68,6 +68,9 @@ from p2p.messages import (
 )
 from p2p.records import Plan, PlanStage, Refusal, dialled_at
 
+Payload: TypeAlias = Any
+"""Rows as they travel: bytes here, anything with a length in a simulation."""
+
 MAX_RESENDS = 64
 """Orders of one session that wait. A user keeps a handful in flight per stage."""
 
@@ -102,7 +105,7 @@ class SendRows:
     session: Session
     peer: PeerId
     message: Step | StepResult
-    payload: Sized
+    payload: Payload
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +132,7 @@ class Take:
 
     session: Session
     message: Step
-    payload: Sized
+    payload: Payload
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +182,7 @@ class Serving:
 
     Attributes:
         counters: for status replies.
+        retry_at: when orders that wait for a link are looked at again; part of ``get_timer``.
     """
 
     def __init__(
@@ -205,11 +209,11 @@ class Serving:
         self._commands: deque[Command] = deque()
         self._waiting_for_link: dict[Session, None] = {}
         """With orders that wait until less is under way to the next stage."""
-        self._retry_at: MonotonicS | None = None
+        self.retry_at: MonotonicS | None = None
 
     # what comes from outside
 
-    def receive(self, peer: PeerId, message: AnyMessage, payload: Sized, *, now: MonotonicS) -> bool:
+    def receive(self, peer: PeerId, message: AnyMessage, payload: Payload, *, now: MonotonicS) -> bool:
         """Takes a message. False when it is none that concerns a session on a node."""
         match message:
             case Step():
@@ -270,7 +274,7 @@ class Serving:
         log, is_first = session.log, session.log.is_untouched
         if log.declines_prefix(message.parent, message.parents):
             if not self.admission.start_empty(session):
-                self.end(session, "no-memory", "KV does not fit without the prefix that was reused")
+                self._over(session, "no-memory", "KV does not fit without the prefix that was reused", "")
                 return None
             log = session.log
             self._open_outputs(session)
@@ -309,7 +313,7 @@ class Serving:
         if self._takes(session, message.epoch):
             self._blame(session, "bad-rows", reason, culprit=session.previous, now=now)
 
-    def step_computed(self, step: ServedStep, payload: Sized, timing: StageTiming, *, now: MonotonicS) -> None:
+    def step_computed(self, step: ServedStep, payload: Payload, timing: StageTiming, *, now: MonotonicS) -> None:
         """All rows of a step are computed, and ``payload`` holds those that go out."""
         session, message = step.session, step.message
         session.num_queued_rows -= message.tensor.num_rows
@@ -344,9 +348,7 @@ class Serving:
     def end(self, session: Session, code: str, reason: str, *, culprit: str = "") -> None:
         """The session is over here, for a reason of this node's if there is no culprit. Once."""
         if self.admission.holds(session):
-            self.counters["sessions_failed"] += 1
-            self._tell_failed(session, code, reason, culprit, is_kept=False)
-            self._forget(session)
+            self._over(session, code, reason, culprit)
 
     def end_all(self, code: str, reason: str) -> None:
         """Ends every session; its user is told why."""
@@ -389,19 +391,17 @@ class Serving:
 
     def get_timer(self) -> MonotonicS | None:
         """When handle_timer is due."""
-        return min((t for t in (self.admission.get_timer(), self._retry_at) if t is not None), default=None)
+        return min((t for t in (self.admission.get_timer(), self.retry_at) if t is not None), default=None)
 
     def handle_timer(self, *, now: MonotonicS) -> None:
         """Ends what has run out. May be called late, and early without effect."""
         for session in self.admission.handle_timer(now=now):
-            self.counters["sessions_failed"] += 1
             code, reason = LEASE_EXPIRED, "nothing was heard of the session"
             if session.grace is not None and session.grace.until <= now:
                 code, reason = session.grace.code, session.grace.reason
-            self._tell_failed(session, code, reason, "", is_kept=False)
-            self._forget(session)
-        if self._retry_at is not None and self._retry_at <= now:
-            waiting, self._waiting_for_link, self._retry_at = self._waiting_for_link, {}, None
+            self._over(session, code, reason, "")
+        if self.retry_at is not None and self.retry_at <= now:
+            waiting, self._waiting_for_link, self.retry_at = self._waiting_for_link, {}, None
             for session in waiting:
                 self._serve_resends(session, now)
         if len(self.outputs) > len(self.admission.sessions):
@@ -541,7 +541,7 @@ class Serving:
         """Of the rows that come and go in a session."""
         return session.plan.wire or self._wire_dtype
 
-    def _receive_step(self, peer: PeerId, message: Step, payload: Sized, now: MonotonicS) -> None:
+    def _receive_step(self, peer: PeerId, message: Step, payload: Payload, now: MonotonicS) -> None:
         session = self.admission.get(message.session, epoch=message.epoch, source=peer)
         if session is None or session.state is SessionState.KEPT:
             # Steps in flight when a session ends or changes its plan are no fault, and a stranger learns nothing from
@@ -572,7 +572,7 @@ class Serving:
             return "flooded", f"more than {MAX_QUEUED_ROWS} rows wait for the device"
         return None
 
-    def _retain(self, step: ServedStep, payload: Sized) -> None:
+    def _retain(self, step: ServedStep, payload: Payload) -> None:
         key = _output_key(step.session)
         if step.is_plain:
             self.outputs.append(key, step.message.first_node - 1, step.message.tensor.num_rows, payload)
@@ -614,8 +614,8 @@ class Serving:
                 return  # they are being computed, or will be
             if self._backlog_bytes(session.next) > MAX_BACKLOG_BYTES:
                 self._waiting_for_link[session] = None
-                if self._retry_at is None:
-                    self._retry_at = MonotonicS(now + RETRY_S)
+                if self.retry_at is None:
+                    self.retry_at = MonotonicS(now + RETRY_S)
                 return
             session.resends.popleft()
             self._hand_on_again(session, order)
@@ -655,6 +655,11 @@ class Serving:
             self.counters["sessions_kept"] += 1
             self.admission.keep(session, now=now)
             self._tell_failed(session, code, reason, culprit, is_kept=True)
+
+    def _over(self, session: Session, code: str, reason: str, culprit: str) -> None:
+        self.counters["sessions_failed"] += 1
+        self._tell_failed(session, code, reason, culprit, is_kept=False)
+        self._forget(session)
 
     def _forget(self, session: Session) -> None:
         """Nothing of it is left here but what it retains for sessions that begin like it."""
