@@ -1,0 +1,348 @@
+"""What a placement of layers is worth: the tokens per second that a swarm gives, layers being where they are.
+
+A swarm is worth the sum over its pipelines of tokens per loop by seconds per loop, where a loop is every leg with its
+payload, the first and the one back to the user included, and for every stage its layers times its seconds per layer.
+Pipelines are found as users would find them: the fastest loop over all nodes, entered and left at any layer that they
+hold, then the fastest over the nodes that are left, and so on. What is left when no loop can be closed counts for a
+little: it is what a broken stage is replaced with, and the beginning of the next pipeline.
+
+Two things are not here. Tokenizer, embedding, final norm and LM head stay with the user, so that all layers cost the
+same and neither end of a pipeline needs room for more. And a round trip that nobody knows has no value of its own
+here: whoever implements Legs gives it one (LegSource.UNKNOWN), the same for every purpose.
+"""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+import statistics
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fusion_node.types import LayerRange, PeerId
+from scheduler.topology import Legs
+
+HOP_S = 0.002
+"""Seconds of framing and hand-over per stage on an idle machine."""
+
+MAX_ROUTES = 64
+"""Pipelines that are counted. More of them are worth more, but no decision turns on the 65th."""
+
+MAX_TOGETHER = 64
+"""Hosts between which every leg is looked at."""
+
+NUM_LEADERS = 8
+"""Of more hosts than that, those to whom the others are compared to tell who is near whom."""
+
+ALTERNATES_WORTH = 0.25
+"""Of the rate of a node-filling pipeline: what a complete second set of layers is worth that closes no loop."""
+
+BELIEVED_RATIO = 8.0
+"""A node counts as at most so many times faster, or slower, than the median: between an M-series laptop and a 4090
+there is less per layer of the same numerics. A claim beyond it must neither attract nor repel anybody."""
+
+Floats = npt.NDArray[np.float64]
+Range = LayerRange | None
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What is to be placed, and how it is used.
+
+    Attributes:
+        layer_bytes: to load for one layer.
+        row_bytes: of one position between two stages.
+        first_layers: of the model, at which a range may begin; None: at all of them.
+        rows_per_loop: in a step; 1 for plain decoding, as many as a tree has for speculation.
+        tokens_per_loop: committed by a step.
+    """
+
+    num_layers: int
+    layer_bytes: int
+    row_bytes: int
+    first_layers: frozenset[int] | None = None
+    rows_per_loop: float = 1.0
+    tokens_per_loop: float = 1.0
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Layers at which a range may begin or stop."""
+        return tuple(range(self.num_layers + 1)) if self.first_layers is None else self._few_cuts(self.first_layers)
+
+    def _few_cuts(self, first_layers: frozenset[int]) -> tuple[int, ...]:
+        return tuple(sorted({*(c for c in first_layers if 0 <= c < self.num_layers), self.num_layers}))
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A node that may hold layers.
+
+    Attributes:
+        capacity_layers: that fit on it.
+        seconds_per_layer: believed, for a step of the work's width.
+        held: what it holds, or what it is loading; None: nothing.
+        load_Bps: that it gets weights at; None: unknown.
+        is_ready: whether ``held`` can be used now; False while it is being loaded.
+        is_pinned: its operator has named the layers: it is never moved.
+        held_for_s: since it last took other layers.
+    """
+
+    peer: PeerId
+    capacity_layers: int
+    seconds_per_layer: float
+    held: LayerRange | None = None
+    load_Bps: float | None = None
+    is_ready: bool = True
+    is_pinned: bool = False
+    held_for_s: float = float("inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """A loop over every layer.
+
+    Attributes:
+        stages: index of the host, and the layers that it computes.
+        loop_s: from the user through all of them and back.
+    """
+
+    stages: tuple[tuple[int, LayerRange], ...]
+    loop_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """Of a placement; compared in this order.
+
+    Attributes:
+        num_covered: layers that somebody holds.
+        tokens_per_s: of all pipelines and what is left over.
+    """
+
+    num_covered: int
+    tokens_per_s: float
+
+
+class SwarmRate:
+    """Hosts with all that lies between them. Every method is a pure function of the ranges that it is given.
+
+    Args:
+        hosts: their order is that of all indices and ranges.
+        legs: None in it stands for the users.
+    """
+
+    def __init__(self, hosts: Sequence[Host], work: Work, legs: Legs) -> None:
+        self.hosts = tuple(hosts)
+        self.work = work
+        self._legs = legs
+        self._payload_bytes = work.row_bytes * work.rows_per_loop
+        self.layer_s = believed_speeds([host.seconds_per_layer for host in hosts])
+        self.from_user_s = np.array([self._leg_s(None, host.peer) + HOP_S for host in hosts])
+        self.to_user_s = np.array([self._leg_s(host.peer, None) for host in hosts])
+        # NaN: not asked yet. A swarm of hundreds never needs most of its legs.
+        self._between_s = np.full((len(hosts), len(hosts)), np.nan)
+        np.fill_diagonal(self._between_s, 0.0)
+        median_s = float(np.median(self.layer_s)) if hosts else 1.0
+        reach_s = float(np.median(self.from_user_s + self.to_user_s)) if hosts else 0.0
+        self.reference = work.tokens_per_loop / (work.num_layers * median_s + reach_s)
+        """Tokens per second of one median node that holds everything: the scale of what closes no loop."""
+
+    def between_s(self, senders: Sequence[int], receivers: Sequence[int]) -> Floats:
+        """Seconds from each sender to each receiver, with the payload and the hand-over; 0 to itself."""
+        block = self._between_s[np.ix_(senders, receivers)]
+        if np.isnan(block).any():
+            for row, column in np.argwhere(np.isnan(block)):
+                sender, receiver = senders[row], receivers[column]
+                seconds = self._leg_s(self.hosts[sender].peer, self.hosts[receiver].peer) + HOP_S
+                block[row, column] = self._between_s[sender, receiver] = seconds
+        return block
+
+    def worth(self, ranges: Sequence[Range]) -> Worth:
+        """Of a placement."""
+        pipelines, left = self.pipelines(ranges)
+        rate = sum(self.work.tokens_per_loop / pipeline.loop_s for pipeline in pipelines)
+        rate += self.alternates_rate([ranges[index] for index in left])
+        return Worth(sum(bool(n) for n in holders_per_layer(ranges, self.work.num_layers)), rate)
+
+    def alternates_rate(self, ranges: Iterable[Range]) -> float:
+        """What ranges in no pipeline are worth: for every layer half as much for each further holder."""
+        counts = holders_per_layer(ranges, self.work.num_layers)
+        share = sum(1.0 - 0.5**count for count in counts) / self.work.num_layers
+        return ALTERNATES_WORTH * share * self.reference
+
+    def pipelines(self, ranges: Sequence[Range]) -> tuple[list[Pipeline], list[int]]:
+        """Node-disjoint loops, the fastest of those that are left first; and the hosts in none that hold something.
+
+        Of more than MAX_TOGETHER hosts, parts are looked at one by one, of hosts that are near one another where it can
+        be, and then what is left of all parts: not quite the same loops, but for the price of a few small swarms.
+        """
+        left = [index for index, layers in enumerate(ranges) if layers is not None]
+        found: list[Pipeline] = []
+        for _ in range(2):
+            parts = self._parts(left)
+            left = []
+            for part in parts:
+                grid = _Grid(self, ranges, part)
+                while len(found) < MAX_ROUTES and (pipeline := grid.fastest()) is not None:
+                    found.append(pipeline)
+                    grid.remove([index for index, _ in pipeline.stages])
+                left += grid.left
+            if len(parts) == 1:
+                break
+        return sorted(found, key=lambda pipeline: pipeline.loop_s), sorted(left)
+
+    def fastest(self, ranges: Sequence[Range], among: Sequence[int]) -> Pipeline | None:
+        """The fastest loop over some of the hosts; None when they do not hold every layer."""
+        return _Grid(self, ranges, among).fastest()
+
+    def ways_through(self, own: int, ranges: Sequence[Range], among: Sequence[int]) -> tuple[Floats, Floats]:
+        """Around one host that would do a part of a loop, with others for the rest.
+
+        Returns:
+            Per layer boundary 0 to ``num_layers`` the seconds until rows that have passed all layers before it are with
+            ``own``; and from there through all layers after it and back to the user. Infinite where nobody can.
+        """
+        return _Grid(self, ranges, among, is_fine=True).ways_through(own)
+
+    def _parts(self, indices: Sequence[int]) -> list[list[int]]:
+        if len(indices) <= MAX_TOGETHER:
+            return [list(indices)]
+        by_hash = sorted(indices, key=lambda i: zlib.crc32(self.hosts[i].peer.encode()))
+        leaders = by_hash[:NUM_LEADERS]
+        nearest = np.argmin(self.between_s(by_hash, leaders), axis=1)
+        ordered = [by_hash[row] for row in np.argsort(nearest, kind="stable")]
+        return [ordered[start : start + MAX_TOGETHER] for start in range(0, len(ordered), MAX_TOGETHER)]
+
+    def _leg_s(self, sender: PeerId | None, receiver: PeerId | None) -> float:
+        return self._legs.leg(sender, receiver).seconds(self._payload_bytes)
+
+
+class _Grid:
+    """Hosts by stretches of layers over which nothing changes: nobody's range begins or ends within one.
+
+    Seconds are linear in layers, so that a fastest loop changes hosts only between two of them.
+    """
+
+    def __init__(
+        self, rate: SwarmRate, ranges: Sequence[Range], among: Sequence[int], *, is_fine: bool = False
+    ) -> None:
+        """Args:
+        is_fine: a stretch is one layer.
+        """
+        self._rate = rate
+        self._num_layers = num_layers = rate.work.num_layers
+        self.left = [index for index in among if ranges[index] is not None]
+        held = [layers for index in self.left if (layers := ranges[index]) is not None]
+        edges = {0, num_layers, *(min(e, num_layers) for layers in held for e in (layers.start, layers.stop))}
+        cuts = rate.work.cuts
+        if is_fine or rate.work.first_layers is not None:
+            edges |= set(range(num_layers) if is_fine else cuts)
+        self.edges = sorted(edges)
+        may_change = set(cuts)
+        self._may_change = [edge in may_change for edge in self.edges]
+        starts, stops = np.array([r.start for r in held], dtype=int), np.array([r.stop for r in held], dtype=int)
+        layer_s = rate.layer_s[self.left]
+        self._seconds = [
+            np.where((starts <= a) & (stops >= b), layer_s * (b - a), np.inf) for a, b in itertools.pairwise(self.edges)
+        ]
+        self._between_s = rate.between_s(self.left, self.left)
+        self._from_user_s, self._to_user_s = rate.from_user_s[self.left], rate.to_user_s[self.left]
+        self._hosts = list(self.left)
+
+    def remove(self, indices: Sequence[int]) -> None:
+        """They hold nothing any more."""
+        gone = set(indices)
+        columns = [column for column, index in enumerate(self._hosts) if index in gone]
+        for seconds in self._seconds:
+            seconds[columns] = np.inf
+        self.left = [index for index in self.left if index not in gone]
+
+    def fastest(self) -> Pipeline | None:
+        if not self._hosts or not all(np.isfinite(seconds).any() for seconds in self._seconds):
+            return None
+        columns = np.arange(len(self._hosts))
+        arrival = self._from_user_s + self._seconds[0]
+        came_from = []
+        for stretch in range(1, len(self._seconds)):
+            best = columns
+            if self._may_change[stretch]:
+                ways = arrival[:, None] + self._between_s
+                best = ways.argmin(axis=0)
+                arrival = ways[best, columns]
+            came_from.append(best)
+            arrival = arrival + self._seconds[stretch]
+        total = arrival + self._to_user_s
+        at = int(total.argmin())
+        if not np.isfinite(total[at]):
+            return None
+        path = [at]
+        for best in reversed(came_from):
+            path.append(int(best[path[-1]]))
+        stages: list[tuple[int, LayerRange]] = []
+        for column, (start, stop) in zip(reversed(path), itertools.pairwise(self.edges), strict=True):
+            index = self._hosts[column]
+            if stages and stages[-1][0] == index:
+                start = stages.pop()[1].start
+            stages.append((index, LayerRange(start, stop)))
+        return Pipeline(tuple(stages), float(total[at]))
+
+    def ways_through(self, own: int) -> tuple[Floats, Floats]:
+        before, after = np.full(self._num_layers + 1, np.inf), np.full(self._num_layers + 1, np.inf)
+        before[0], after[-1] = self._rate.from_user_s[own], self._rate.to_user_s[own]
+        if not self._hosts:
+            return before, after
+        to_own = self._rate.between_s(self._hosts, [own])[:, 0]
+        from_own = self._rate.between_s([own], self._hosts)[0]
+        arrival, rest = self._from_user_s + self._seconds[0], self._to_user_s + self._seconds[-1]
+        for layer in range(1, self._num_layers):
+            if self._may_change[layer]:
+                before[layer] = (arrival + to_own).min()
+                arrival = (arrival[:, None] + self._between_s).min(axis=0)
+            arrival = arrival + self._seconds[layer]
+        for layer in range(self._num_layers - 1, 0, -1):
+            if self._may_change[layer]:
+                after[layer] = (from_own + rest).min()
+                rest = (self._between_s + rest[None, :]).min(axis=1)
+            rest = rest + self._seconds[layer - 1]
+        return before, after
+
+
+def believed_speeds(seconds_per_layer: Sequence[float]) -> Floats:
+    """Claims, none of them further than BELIEVED_RATIO from the median."""
+    claims = np.asarray(seconds_per_layer, dtype=float)
+    if not len(claims):
+        return claims
+    sane = [float(claim) for claim in claims if np.isfinite(claim) and claim > 0]
+    median = statistics.median(sane) if sane else 1.0
+    low, high = median / BELIEVED_RATIO, median * BELIEVED_RATIO
+    believed: Floats = np.clip(np.nan_to_num(claims, nan=high, posinf=high, neginf=low), low, high)
+    return believed
+
+
+def holders_per_layer(ranges: Iterable[Range], num_layers: int) -> list[int]:
+    """How many of the ranges have each layer."""
+    counts = [0] * num_layers
+    for layers in ranges:
+        if layers is not None:
+            for layer in range(layers.start, min(layers.stop, num_layers)):
+                counts[layer] += 1
+    return counts
+
+
+@functools.lru_cache(maxsize=1024)
+def windows(capacity_layers: int, work: Work) -> tuple[LayerRange, ...]:
+    """The longest ranges that fit on a node, one for each layer at which one may begin."""
+    found = []
+    cuts = work.cuts
+    size = min(capacity_layers, work.num_layers)
+    for start in cuts[:-1]:
+        stop = cuts[bisect.bisect_right(cuts, start + size) - 1]
+        # Where cuts are everywhere, a window that the end of the model shortens is worse than the one before it.
+        if stop > start and (work.first_layers is not None or stop - start == size):
+            found.append(LayerRange(start, stop))
+    return tuple(found)
