@@ -1,0 +1,264 @@
+"""Whom a node measures, and when: round trips to those that it may hand rows to, and to some by chance.
+
+What it learns goes into the node's record: round trips, a network coordinate (scheduler.vivaldi), and how fast its line
+is. Users plan with that where they have not measured themselves.
+
+Guarantees: at most one peer is measured per timer, every EAGER_S until ENOUGH were and every CALM_S from then on; one
+that could not be reached is left alone for BACK_OFF_S, doubling. Of neighbours, the NUM_NEAR that seem nearest are
+measured again and again; every third measurement goes to anybody by chance, so that a swarm of any size costs the same
+and no claim of a coordinate can keep others from being measured. Bandwidth is measured with PROBE_PEERS peers one after
+the other, then once in PROBE_AGAIN_S.
+
+Assumes: the shell reports every measurement that it was told to make, as done or failed, before the next timer or soon
+after. ``now`` is monotonic seconds.
+
+States: of a peer: seen, measured, unreachable until some time. Timers: the next measurement; the next probe.
+
+Ugly: a neighbour is whoever holds the layers behind or before ours, be it a thousand nodes; which of them users choose
+together with this node is not known here.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fusion_node.types import LayerRange, PeerId
+from scheduler.vivaldi import Coordinate, Vivaldi
+
+if TYPE_CHECKING:
+    from random import Random
+
+EAGER_S, CALM_S = 3.0, 20.0
+"""Between two measurements. A connection that is made for one costs 5 ms of CPU and 3 kB on both sides together."""
+
+ENOUGH = 16
+"""Measurements after which a coordinate predicts about as well as it ever will in a settled swarm."""
+
+FIRST_AFTER_S = 5.0
+"""From the start: others must have heard of the node, and it of them."""
+
+NUM_NEAR = 16
+"""Neighbours that are measured again and again: twice what is announced."""
+
+AGAIN_S = 240.0
+"""Until a neighbour's round trip is measured again. Routes change within hours."""
+
+FORGET_S = 1800.0
+"""A round trip that is older is not announced any more."""
+
+MAX_ANNOUNCED = 8
+"""Of 20 bytes each in a record of 1 kB."""
+
+CHANCE_EVERY = 3
+"""So many measurements, of which one goes to anybody."""
+
+BACK_OFF_S, MAX_BACK_OFF_S = 300.0, 7200.0
+
+PROBE_AFTER_S, PROBE_AGAIN_S = 60.0, 6 * 3600.0
+"""Between the first probes of bandwidth, and between those after. One takes up to 4.5 MiB."""
+
+PROBE_RETRY_S = 600.0
+"""After one that failed: most often, the other node is busy."""
+
+PROBE_PEERS = 3
+"""Of whose measurements the middle one counts: a liar or a slow line among them does not."""
+
+MAX_Bps = 1e11
+
+UNKNOWN_S = 0.25
+"""The distance of a peer that does not say where it is."""
+
+MAX_PEERS = 4096
+"""Of which something is remembered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A node as its record shows it."""
+
+    peer: PeerId
+    is_neighbour: bool
+    coordinate: Coordinate | None
+
+
+def is_neighbour(ours: LayerRange, theirs: LayerRange) -> bool:
+    """Whether rows may go from one to the other: a range goes on where the other ends, or within it.
+
+    A node can be entered at any layer that it holds, so ranges that overlap hand over as well.
+    """
+    first, second = (ours, theirs) if (ours.start, ours.stop) <= (theirs.start, theirs.stop) else (theirs, ours)
+    return first.start < second.start <= first.stop < second.stop
+
+
+@dataclass(slots=True)
+class _Known:
+    """What was measured of a peer."""
+
+    round_trip_s: float | None = None
+    at: float = float("-inf")
+    num_failures: int = 0
+    not_before: float = float("-inf")
+
+
+class SurveyorCore:
+    """See the head of this file.
+
+    Args:
+        rng: a source of chance that peers cannot foretell.
+    """
+
+    def __init__(self, rng: Random, *, now: float) -> None:
+        self._rng = rng
+        self._vivaldi = Vivaldi(rng)
+        self._seen: dict[PeerId, Seen] = {}
+        self._known: dict[PeerId, _Known] = {}
+        self._rates: deque[tuple[PeerId, float, float]] = deque(maxlen=PROBE_PEERS)
+        self._num_measured = 0
+        self._num_chosen = 0
+        self._next_at = now + FIRST_AFTER_S
+        # Not all nodes that were started together at once.
+        self._probe_at = now + PROBE_AFTER_S * rng.uniform(1.0, 2.0)
+
+    @property
+    def coordinate(self) -> Coordinate:
+        """Where this node is."""
+        return self._vivaldi.coordinate
+
+    @property
+    def up_Bps(self) -> float | None:
+        """How fast its line sends, by what those that received have timed; None before the first."""
+        return self._middle([up for _, up, _ in self._rates])
+
+    @property
+    def down_Bps(self) -> float | None:
+        """How fast its line receives; None before the first."""
+        return self._middle([down for _, _, down in self._rates])
+
+    def announced(self, *, now: float) -> list[tuple[PeerId, float]]:
+        """Round trips to neighbours for the record, in seconds, the nearest first."""
+        fresh = [
+            (known.round_trip_s, peer)
+            for peer, known in self._known.items()
+            if known.round_trip_s is not None
+            and now - known.at <= FORGET_S
+            and peer in self._seen
+            and self._seen[peer].is_neighbour
+        ]
+        return [(peer, seconds) for seconds, peer in sorted(fresh)[:MAX_ANNOUNCED]]
+
+    def saw(self, nodes: Iterable[Seen], *, now: float) -> None:
+        """The nodes that there are now, this one left out."""
+        self._seen = {each.peer: each for each in nodes}
+        if len(self._known) > MAX_PEERS:
+            kept = sorted(self._known.items(), key=lambda item: -max(item[1].at, item[1].not_before))
+            self._known = dict(kept[: MAX_PEERS // 2])
+
+    def get_timer(self) -> float:
+        """When to call ``handle_timer``."""
+        return self._next_at
+
+    def handle_timer(self, *, now: float) -> PeerId | None:
+        """Whom to measure now, if anybody. The next is due at ``get_timer``."""
+        if now < self._next_at:
+            return None
+        self._next_at = now + (EAGER_S if self._num_measured < ENOUGH and self._has_new(now) else CALM_S)
+        self._num_chosen += 1
+        if self._num_chosen % CHANCE_EVERY:
+            due = self._due_neighbours(now)
+            if due:
+                return due[0].peer
+        others = [each.peer for each in self._seen.values() if self._may_be_measured(each.peer, now)]
+        return self._rng.choice(others) if others else None
+
+    def measured(self, peer: PeerId, round_trip_s: float, *, now: float) -> None:
+        """A round trip was measured just now, on order or because there is a link anyway."""
+        if not 0.0 <= round_trip_s < float("inf"):
+            return
+        known = self._known.setdefault(peer, _Known())
+        known.round_trip_s, known.at = round_trip_s, now
+        known.num_failures, known.not_before = 0, float("-inf")
+        self._num_measured += 1
+        seen = self._seen.get(peer)
+        if seen is not None and seen.coordinate is not None:
+            self._vivaldi.observe(peer, seen.coordinate, round_trip_s)
+
+    def unreachable(self, peer: PeerId, *, now: float) -> None:
+        """It could not be measured."""
+        known = self._known.setdefault(peer, _Known())
+        known.not_before = now + min(BACK_OFF_S * 2.0**known.num_failures, MAX_BACK_OFF_S)
+        known.num_failures = min(known.num_failures + 1, 16)
+
+    def to_probe(self, *, now: float, is_idle: bool) -> PeerId | None:
+        """With whom to measure the bandwidth now; None when it is not time, or something more useful is going on.
+
+        Whoever gets a peer reports ``probed`` or ``probe_failed``.
+        """
+        if now < self._probe_at or not is_idle:
+            return None
+        tried = {peer for peer, _, _ in self._rates}
+        near = self._reachable(lambda each: each.is_neighbour) or self._reachable(lambda each: True)
+        if not near:
+            return None
+        self._probe_at = now + PROBE_RETRY_S
+        fresh = [peer for peer in near if peer not in tried]
+        return self._rng.choice((fresh or near)[:NUM_NEAR])
+
+    def probed(self, peer: PeerId, up_Bps: float, down_Bps: float, *, now: float) -> None:
+        """Bandwidth was measured: to the peer, by its clock; from it, by ours."""
+        if not (up_Bps > 0.0 and down_Bps > 0.0):
+            return
+        self._rates = deque((each for each in self._rates if each[0] != peer), maxlen=PROBE_PEERS)
+        self._rates.append((peer, min(up_Bps, MAX_Bps), min(down_Bps, MAX_Bps)))
+        is_enough = len(self._rates) >= min(PROBE_PEERS, len(self._seen))
+        self._probe_at = now + (PROBE_AGAIN_S if is_enough else PROBE_AFTER_S) * self._rng.uniform(1.0, 1.5)
+
+    def probe_failed(self, *, now: float) -> None:
+        """It could not be measured."""
+        self._probe_at = now + PROBE_RETRY_S * self._rng.uniform(1.0, 1.5)
+
+    def _has_new(self, now: float) -> bool:
+        return any(
+            self._may_be_measured(peer, now) and (peer not in self._known or self._known[peer].round_trip_s is None)
+            for peer in self._seen
+        )
+
+    def _may_be_measured(self, peer: PeerId, now: float) -> bool:
+        known = self._known.get(peer)
+        return known is None or now >= known.not_before
+
+    def _due_neighbours(self, now: float) -> list[Seen]:
+        """Of the neighbours that seem nearest, those that were not measured of late; who never was comes first."""
+        near = sorted(
+            (each for each in self._seen.values() if each.is_neighbour and self._may_be_measured(each.peer, now)),
+            key=self._distance,
+        )[:NUM_NEAR]
+        at = {each.peer: self._known[each.peer].at if each.peer in self._known else float("-inf") for each in near}
+        return sorted((each for each in near if now - at[each.peer] >= AGAIN_S), key=lambda each: at[each.peer])
+
+    def _distance(self, seen: Seen) -> float:
+        known = self._known.get(seen.peer)
+        if known is not None and known.round_trip_s is not None:
+            return known.round_trip_s
+        if seen.coordinate is None or not seen.coordinate.is_sane:
+            return UNKNOWN_S
+        return self.coordinate.distance(seen.coordinate)
+
+    def _reachable(self, wanted: Callable[[Seen], bool]) -> list[PeerId]:
+        """Those that were measured and are still there, the nearest first."""
+        found = [
+            (known.round_trip_s, peer)
+            for peer, known in self._known.items()
+            if known.round_trip_s is not None
+            and known.num_failures == 0
+            and peer in self._seen
+            and wanted(self._seen[peer])
+        ]
+        return [peer for _, peer in sorted(found)]
+
+    @staticmethod
+    def _middle(rates: list[float]) -> float | None:
+        """The larger one of two in the middle: a slow line at the other end is likelier than a lie about a fast one."""
+        return sorted(rates)[len(rates) // 2] if rates else None
