@@ -42,7 +42,7 @@ def environment(home: Path) -> dict[str, str]:
     return {**os.environ, "FUSION_HOME": str(home), "PYTHONWARNINGS": "default", "FUSION_DEBUG": ""}
 
 
-def _die_with_us() -> None:
+def die_with_parent() -> None:
     """In the child: when the test run is killed itself, nobody is left to end its nodes (prctl(2))."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -59,6 +59,17 @@ def run_cli(*arguments: str, home: Path, stdin: str = "", timeout_s: float = 90.
         timeout=timeout_s,
         check=False,
     )
+
+
+def join_arguments(layers: str, *, folder: Path, peers: Sequence[str], options: Sequence[str]) -> list[str]:
+    """Of ``fusion-node``, for a node of a test."""
+    arguments = [
+        "join", MODEL, "--layers", layers, "--log-format", "json", "--verbose", "--no-mdns",
+        "--threads", "1", "--identity", str(folder / "identity.key"), *options,
+    ]  # fmt: skip
+    for peer in peers:
+        arguments += ["--peer", peer]
+    return arguments
 
 
 @dataclass
@@ -83,12 +94,7 @@ class NodeProcess:
     ) -> NodeProcess:
         """``prefix`` is the beginning of the command line, as of a program that runs others."""
         folder.mkdir(parents=True, exist_ok=True)
-        command = [
-            *prefix, *CLI, "join", MODEL, "--layers", layers, "--log-format", "json", "--verbose", "--no-mdns",
-            "--threads", "1", "--identity", str(folder / "identity.key"), *options,
-        ]  # fmt: skip
-        for peer in peers:
-            command += ["--peer", peer]
+        command = [*prefix, *CLI, *join_arguments(layers, folder=folder, peers=peers, options=options)]
         with (folder / "stdout").open("wb") as out, (folder / "log").open("wb") as log:
             process = subprocess.Popen(
                 command,
@@ -96,7 +102,7 @@ class NodeProcess:
                 stdout=out,
                 stderr=log,
                 env=environment(home),
-                preexec_fn=_die_with_us,
+                preexec_fn=die_with_parent,
             )
         return cls(layers, folder, process)
 
