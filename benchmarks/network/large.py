@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from benchmarks.report import Check
-from tests.sim.membership_world import idle_cost
+from fusion_node.simulator.membership_world import idle_cost
 
 NUM_HOSTS, NUM_HOSTS_QUICK = 10_000, 600
 MAX_BPS = 4096.0

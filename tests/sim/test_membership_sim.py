@@ -10,8 +10,16 @@ import statistics
 
 import pytest
 
+from fusion_node.simulator.membership_world import (
+    ANNOUNCE_S,
+    TIMEOUT_S,
+    TTL_S,
+    Host,
+    MembershipWorld,
+    grown,
+    idle_cost,
+)
 from p2p.membership_core import FULL_VIEW, HEARTBEAT_S, HIGH_PEERS, PROBE_AFTER_S
-from tests.sim.membership_world import ANNOUNCE_S, TIMEOUT_S, TTL_S, Host, World, grown, idle_cost
 
 SEEDS = (0, 1, 2, 3)
 
@@ -23,15 +31,15 @@ FORGOTTEN_WITHIN_S = TTL_S
 """A record that was signed in the moment of death."""
 
 
-def live_nodes(world: World) -> set[str]:
-    return {host.id for host in world.up() if host.model_id is not None}
+def live_nodes(world: MembershipWorld) -> set[str]:
+    return {host.id for host in world.up() if host.shards}
 
 
-def knows_all(world: World, host: Host) -> bool:
-    return all(world.knows(host, other) for other in world.up() if other.model_id is not None)
+def knows_all(world: MembershipWorld, host: Host) -> bool:
+    return all(world.knows(host, other) for other in world.up() if other.shards)
 
 
-def check_views(world: World, *, within: float = 1.0) -> None:
+def check_views(world: MembershipWorld, *, within: float = 1.0) -> None:
     """Every live host knows at least this share of the live nodes, and is known by as many; nobody else is known."""
     live = live_nodes(world)
     views = {host: world.view(host) for host in world.up()}
@@ -57,7 +65,7 @@ def test_late_joiner_among_300_knows_every_live_node_within_five_seconds() -> No
 def test_user_that_comes_late_knows_every_node_and_connects_with_several() -> None:
     world = grown(2, 60, over_s=15.0)
     world.run(5.0)
-    user = world.add(named=[world.up()[0]], model_id=None)
+    user = world.add(named=[world.up()[0]], shards=())
     assert world.run_until(lambda: knows_all(world, user), COMPLETE_WITHIN_S) <= COMPLETE_WITHIN_S
     world.run(5.0)
     assert len(user.connections) == 3
@@ -94,9 +102,9 @@ def test_silent_peer_is_given_up_in_time_and_not_for_one_missed_answer() -> None
     # A peer that is deaf for as long as one answer takes is kept.
     deaf = world.up()[-1]
     neighbours = [host for host in world.up() if deaf.id in host.connections]
-    deaf.group = 1
+    deaf.place.part = 1
     world.run(TIMEOUT_S + 0.5)
-    deaf.group = 0
+    deaf.place.part = 0
     world.run(2 * HEARTBEAT_S)
     assert neighbours
     assert all(deaf.id in host.connections for host in neighbours)
@@ -107,12 +115,12 @@ def test_parts_that_were_separated_find_each_other_again() -> None:
     world.run(70.0)
     apart = set(world.chance.sample(world.up(), 30))
     for host in apart:
-        host.group = 1
+        host.place.part = 1
     world.run(TTL_S + NOTICED_WITHIN_S)
     for host in world.up():
         assert world.view(host) <= {other.id for other in world.up() if (other in apart) == (host in apart)}
     for host in apart:
-        host.group = 0
+        host.place.part = 0
     healed_s = world.run_until(lambda: all(knows_all(world, host) for host in world.up()), 120.0, step_s=1.0)
     assert healed_s <= 60.0, f"seed {world.seed}"
 
@@ -145,7 +153,7 @@ def test_host_that_knows_only_dead_addresses_enters_by_its_book() -> None:
 
 
 def test_restart_of_everybody_at_once_ends_in_one_swarm() -> None:
-    world = World(8)
+    world = MembershipWorld(8)
     hosts = [world.add()]
     hosts += [world.add(named=hosts[:3]) for _ in range(40)]
     assert world.run_until(lambda: all(knows_all(world, host) for host in world.up()), 60.0) <= 30.0
@@ -212,9 +220,9 @@ def churn(seed: int, *, num_hosts: int) -> None:
         up = world.up()
         victim = world.chance.choice(up[1:])  # the first one stays, so that newcomers have a way in
         if world.chance.random() < 0.2:
-            victim.group = 1
+            victim.place.part = 1
             world.run(world.chance.uniform(1.0, 40.0))
-            victim.group = 0
+            victim.place.part = 0
         else:
             world.kill(victim, silently=world.chance.random() < 0.5)
             world.add(named=world.chance.sample(up, 3))

@@ -1,18 +1,15 @@
 """Hundreds to ten thousand hosts in one process: the real membership core and record exchange on an event heap.
 
-What is simulated: latency (hosts lie on a square, 5 ms and up to 110 ms apart, a tenth more or less), dials of four
-round trips, requests and answers with their true bytes, hosts that die with or without closing their connections,
-partitions, clocks that are wrong. What is not: lost packets on a living path (TCP repeats them), the DHT (joining it
-and publishing succeed after a second and cost nothing here), CPU. Signatures are not made: the opener knows what each
-host has said.
+What is simulated: the network of fusion_node.simulator.network, dials of four round trips, requests and answers with
+their true bytes, hosts that die with or without closing their connections, partitions, clocks that are wrong. What is
+not: the DHT (joining it and publishing succeed after a second and cost nothing here), CPU. Signatures are not made: the
+opener knows what each host has said.
 
 Everything is drawn from one seed. Nothing here needs libp2p.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
 import random
 import statistics
@@ -22,6 +19,8 @@ from typing import Any
 
 import msgspec
 
+from fusion_node.simulator.heap import EventHeap
+from fusion_node.simulator.network import SETUP_ROUND_TRIPS, Nat, Network, Place
 from fusion_node.types import ModelId, MonotonicS, PeerId, UnixS
 from fusion_node.wire import SignedEnvelope
 from p2p.membership_core import (
@@ -41,13 +40,15 @@ from p2p.record_exchange import RecordExchange
 from p2p.records import PROTOCOL_VERSION, NodeRecord, RecordTable, Refusal, ShardRecord
 
 MODEL = ModelId("ab" * 32)
-SPEEDS = (0.003, 0.004, 0.03)
+SHARD = ShardRecord(MODEL, "some-model-instruct", 0, 10, 30, "f16r32", (0.003, 0.004, 0.03), 4096)
 EPOCH_S = 1_800_000_000.0
 TTL_S = 60.0
 ANNOUNCE_S = 25.0
 """A quarter more or less."""
 
 TIMEOUT_S = 5.0
+"""Of an answer, and of a dial."""
+
 OVERHEAD_BYTES = 250
 """Per message: IP, TCP, Noise and yamux headers, and half of a stream's negotiation (measured: 230 to 270 bytes)."""
 
@@ -56,16 +57,19 @@ MAX_CONNECTIONS = 256
 
 @dataclass(eq=False)
 class Host:
-    """One process. ``group`` is the part of the network it is in."""
+    """One process; ``place.part`` is the part of the network that it is in.
+
+    Attributes:
+        shards: what it announces; none for a user.
+    """
 
     index: int
     id: PeerId
     core: Membership
-    place: tuple[float, float]
-    model_id: ModelId | None
+    place: Place
+    shards: tuple[ShardRecord, ...]
     skew_s: float = 0.0
     is_up: bool = True
-    group: int = 0
     connections: set[PeerId] = field(default_factory=set)
     timer_at: float = math.inf
     num_sent: int = 0
@@ -93,65 +97,77 @@ class _Table(RecordTable):
         return super().receive(envelope if known is None else known[0], now=now, introducer=introducer)
 
 
-class World:
-    """The network and its clock."""
+class MembershipWorld:
+    """All hosts, on one heap.
 
-    def __init__(self, seed: int, *, full_view: int = FULL_VIEW) -> None:
+    Args:
+        heap, network: of a larger world that this is a part of; its own if not given.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        *,
+        full_view: int = FULL_VIEW,
+        heap: EventHeap | None = None,
+        network: Network | None = None,
+    ) -> None:
         self.seed = seed
         self.full_view = full_view
-        self.now = 0.0
+        self.heap = EventHeap() if heap is None else heap
         self.chance = random.Random(seed)
+        self.network = network or Network(seed, random.Random(f"{seed}/network"))
         self.hosts: dict[PeerId, Host] = {}
         self._said: dict[bytes, tuple[bytes, NodeRecord]] = {}
-        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
-        self._numbers = itertools.count()
 
     # Driving it.
 
+    @property
+    def now(self) -> float:
+        return self.heap.now
+
     def run(self, seconds: float) -> None:
         """Lets simulated time pass."""
-        until = self.now + seconds
-        events = self._events
-        while events and events[0][0] <= until:
-            self.now, _, happen, arguments = heapq.heappop(events)
-            happen(*arguments)
-        self.now = until
+        self.heap.run(self.heap.now + seconds)
 
     def run_until(self, condition: Callable[[], bool], limit_s: float, step_s: float = 0.25) -> float:
         """Lets time pass until the condition holds, and returns how long that took; infinity when it never did."""
-        began = self.now
-        while not condition():
-            if self.now - began >= limit_s:
-                return math.inf
-            self.run(step_s)
-        return self.now - began
+        return self.heap.run_until(condition, limit_s=limit_s, step_s=step_s)
 
     def add(
         self,
         *,
         named: Iterable[Host] = (),
         book: PeerBook | None = None,
-        model_id: ModelId | None = MODEL,
+        shards: tuple[ShardRecord, ...] = (SHARD,),
         skew_s: float = 0.0,
+        peer: PeerId | None = None,
+        place: Place | None = None,
     ) -> Host:
-        """A new host, which enters by the named ones. Without a model it is a user."""
+        """A new host, which enters by the named ones. Without a shard it is a user.
+
+        Args:
+            place: in the network; one where it can be dialled if not given.
+        """
         index = len(self.hosts)
-        peer = PeerId(f"12D3KooW{index:044d}")
+        peer = peer or PeerId(f"12D3KooW{index:044d}")
+        if place is None:
+            place = self.network.place(self.chance)
+            place.nat = Nat.OPEN
         table = _Table(self._said, self._open)
         core = Membership(
             peer,
-            serve=model_id is not None,
+            serve=bool(shards),
             named=[WayIn(host.id, (host.address,)) for host in named],
             book=book or PeerBook(),
             exchange=RecordExchange(table, random.Random(f"{self.seed}/{index}/x")),
             chance=random.Random(f"{self.seed}/{index}"),
             full_view=self.full_view,
         )
-        place = (self.chance.uniform(0, 0.075), self.chance.uniform(0, 0.075))
-        host = self.hosts[peer] = Host(index, peer, core, place, model_id, skew_s)
+        host = self.hosts[peer] = Host(index, peer, core, place, shards, skew_s)
         core.start(self.moment(host))
         self._pump(host)
-        if model_id is not None:
+        if shards:
             self._announce(host)
         return host
 
@@ -160,7 +176,7 @@ class World:
         host.is_up = False
         if not silently:
             for peer in sorted(host.connections):
-                self._at(self._latency(host, self.hosts[peer]), self._close, self.hosts[peer], host)
+                self._after(self._latency(host, self.hosts[peer]), self._close, self.hosts[peer], host)
 
     def up(self) -> list[Host]:
         return [host for host in self.hosts.values() if host.is_up]
@@ -177,11 +193,12 @@ class World:
 
     # Events.
 
-    def _at(self, delay_s: float, happen: Callable[..., None], *arguments: Any) -> None:
-        heapq.heappush(self._events, (self.now + delay_s, next(self._numbers), happen, arguments))
-
     def moment(self, host: Host) -> Moment:
+        """What its clocks show."""
         return Moment(MonotonicS(self.now), UnixS(EPOCH_S + self.now + host.skew_s))
+
+    def _after(self, delay_s: float, happen: Callable[..., None], *arguments: Any) -> None:
+        self.heap.after(delay_s, happen, *arguments)
 
     def _pump(self, host: Host) -> None:
         for command in host.core.commands():
@@ -191,17 +208,17 @@ class World:
                 case Dial():
                     self._dial(host, command)
                 case Disconnect():
-                    self._at(0.0, self._disconnect, host, self.hosts[command.peer])
+                    self._after(0.0, self._disconnect, host, self.hosts[command.peer])
                 case JoinDht():
-                    self._at(1.0, self._end, host, host.core.joined_dht)
+                    self._after(1.0, self._end, host, host.core.joined_dht)
                 case Publish():
-                    self._at(1.0, self._end, host, host.core.published)
+                    self._after(1.0, self._end, host, host.core.published)
                 case _:
                     pass
         at = host.core.get_timer()
         if at is not None and at < host.timer_at:
             host.timer_at = at
-            heapq.heappush(self._events, (max(at, self.now), next(self._numbers), self._on_timer, (host, at)))
+            self.heap.at(at, self._on_timer, host, at)
 
     def _on_timer(self, host: Host, at: float) -> None:
         if host.timer_at != at or not host.is_up:
@@ -218,18 +235,18 @@ class World:
     def _announce(self, host: Host) -> None:
         if not host.is_up:
             return
-        host.core.announce(self._record(host), [host.model_id] if host.model_id else [], self.moment(host))
+        models = dict.fromkeys(ModelId(shard.model_id) for shard in host.shards)
+        host.core.announce(self._record(host), list(models), self.moment(host))
         self._pump(host)
-        self._at(ANNOUNCE_S * self.chance.uniform(0.75, 1.25), self._announce, host)
+        self._after(ANNOUNCE_S * self.chance.uniform(0.75, 1.25), self._announce, host)
 
     def _dial(self, host: Host, dial: Dial) -> None:
         other = self.hosts[dial.peer]
-        round_trip_s = 2 * self._latency(host, other)
         if self._can_talk(host, other):
             self._count(host, 4, 1200)
-            self._at(4 * round_trip_s, self._connect, host, other)
+            self._after(SETUP_ROUND_TRIPS * 2 * self._latency(host, other), self._connect, host, other)
         else:
-            self._at(TIMEOUT_S, self._fail_dial, host, other)
+            self._after(TIMEOUT_S, self._fail_dial, host, other)
 
     def _connect(self, host: Host, other: Host) -> None:
         if not self._can_talk(host, other) or len(other.connections) >= MAX_CONNECTIONS:
@@ -255,7 +272,7 @@ class World:
         if host.is_up:
             self._close(host, other)
             if self._can_talk(host, other):
-                self._at(self._latency(host, other), self._close, other, host)
+                self._after(self._latency(host, other), self._close, other, host)
 
     def _close(self, host: Host, other: Host) -> None:
         if host.is_up and other.id in host.connections:
@@ -266,8 +283,8 @@ class World:
     def _ask(self, host: Host, ask: Ask) -> None:
         other = self.hosts[ask.peer]
         self._count(host, 1, len(ask.request))
-        self._at(self._latency(host, other), self._serve, host, other, ask)
-        self._at(TIMEOUT_S, self._give_up, host, ask)
+        self._after(self._latency(host, other, len(ask.request)), self._serve, host, other, ask)
+        self._after(TIMEOUT_S, self._give_up, host, ask)
 
     def _serve(self, host: Host, other: Host, ask: Ask) -> None:
         if not self._can_talk(host, other) or host.id not in other.connections:
@@ -275,7 +292,7 @@ class World:
         other.bytes_received += len(ask.request) + OVERHEAD_BYTES
         answer = other.core.asked(host.id, ask.request, self.moment(other))
         self._count(other, 1, len(answer))
-        self._at(self._latency(host, other) + 0.005, self._deliver, host, other, ask, answer)
+        self._after(self._latency(other, host, len(answer)) + 0.005, self._deliver, host, other, ask, answer)
         self._pump(other)
 
     def _deliver(self, host: Host, other: Host, ask: Ask, answer: bytes) -> None:
@@ -290,10 +307,11 @@ class World:
             self._pump(host)
 
     def _can_talk(self, host: Host, other: Host) -> bool:
-        return host.is_up and other.is_up and host.group == other.group
+        return host.is_up and other.is_up and self.network.can_talk(host.place, other.place)
 
-    def _latency(self, host: Host, other: Host) -> float:
-        return (0.005 + math.dist(host.place, other.place)) * self.chance.uniform(0.9, 1.1)
+    def _latency(self, sender: Host, receiver: Host, num_bytes: int = 100) -> float:
+        path = self.network.path(sender.place, receiver.place)
+        return self.network.delay(sender.place, receiver.place, path, num_bytes + OVERHEAD_BYTES, self.now)
 
     def _count(self, host: Host, num: int, size: int) -> None:
         host.num_sent += num
@@ -304,7 +322,6 @@ class World:
     def _record(self, host: Host) -> bytes:
         host.sequence += 1
         issued_at = self.moment(host).unix_s
-        shard = ShardRecord(host.model_id or MODEL, "some-model-instruct", 0, 10, 30, "f16r32", SPEEDS, 4096)
         record = NodeRecord(
             version=PROTOCOL_VERSION,
             peer=host.id,
@@ -315,13 +332,13 @@ class World:
             libp2p_addresses=(host.address, host.address.replace("4600", "4602")),
             device="NVIDIA GeForce RTX 4090",
             memory_free_bytes=1 << 34,
-            shards=(shard,),
+            shards=host.shards,
             num_sessions=1,
             software="fusion-node 0.1.0",
         )
         envelope = msgspec.msgpack.encode(SignedEnvelope(body=msgspec.msgpack.encode(record), signature=bytes(64)))
         self._said[envelope] = envelope, record
-        self._at(2 * TTL_S, self._forget, envelope)
+        self._after(2 * TTL_S, self._forget, envelope)
         return envelope
 
     def _forget(self, envelope: bytes) -> None:
@@ -352,9 +369,9 @@ class IdleCost:
     estimated_hosts_median: float
 
 
-def grown(seed: int, num_hosts: int, *, over_s: float, num_bootstraps: int = 3) -> World:
+def grown(seed: int, num_hosts: int, *, over_s: float, num_bootstraps: int = 3) -> MembershipWorld:
     """A swarm that has grown evenly over some time; newcomers name some of the first hosts."""
-    world = World(seed)
+    world = MembershipWorld(seed)
     first = [world.add()]
     first += [world.add(named=first[:1]) for _ in range(num_bootstraps - 1)]
     for _ in range(num_hosts - num_bootstraps):
@@ -363,9 +380,9 @@ def grown(seed: int, num_hosts: int, *, over_s: float, num_bootstraps: int = 3) 
     return world
 
 
-def started_at_once(seed: int, num_hosts: int, *, over_s: float = 10.0, full_view: int = FULL_VIEW) -> World:
+def started_at_once(seed: int, num_hosts: int, *, over_s: float = 10.0, full_view: int = FULL_VIEW) -> MembershipWorld:
     """A swarm whose hosts start within some seconds, each naming a few of those that are there already, by chance."""
-    world = World(seed, full_view=full_view)
+    world = MembershipWorld(seed, full_view=full_view)
     for number in range(num_hosts):
         world.run(over_s / num_hosts)
         world.add(named=world.chance.sample(world.up(), min(number, 4)))

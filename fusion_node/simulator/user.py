@@ -1,0 +1,409 @@
+"""A simulated user: asks, reads, thinks, and asks again, with the real core of an answer.
+
+What a token of the answer has to be is computed beside it, without a network (fusion_node.simulator.arithmetic): one
+that differs, comes twice or is left out is counted as wrong, whatever failed meanwhile.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fusion_node.client.answer_core import (
+    AnswerCore,
+    Failed,
+    Opened,
+    PeerFailed,
+    Place,
+    Repaired,
+    RouteKind,
+    RowsWanted,
+    SessionBegan,
+    SessionEnded,
+    StepDone,
+    WantsAlternates,
+    WantsConnection,
+    WantsRoute,
+)
+from fusion_node.errors import NoRoute, PeerError
+from fusion_node.simulator import network
+from fusion_node.simulator.arithmetic import DTYPE, ROW_SIZE, Undisturbed, embed, is_garbage, meta, token_of
+from fusion_node.simulator.links import Host
+from fusion_node.simulator.metrics import Answered
+from fusion_node.simulator.planning import Known
+from fusion_node.types import MonotonicS, PeerId
+from p2p.messages import AnyMessage, StepResult
+from p2p.records import PROTOCOL_VERSION, Plan, PlanStage
+from scheduler.topology import RouteStage
+
+if TYPE_CHECKING:
+    from fusion_node.simulator.world import World
+
+ROUTE_PATIENCE_S, ROUTE_RETRY_S = 8.0, 0.5
+NODES_FRESH_S, AVOID_S = 10.0, 30.0
+"""As of the client's router (fusion_node.client.routing)."""
+
+PLANNING_S = 0.02
+MEASURING_ROUND_TRIPS = 6
+"""Of the slowest node that is waited for: a link, and three pings."""
+
+MAX_MEASURING_S = 1.5
+
+
+@dataclass(eq=False)
+class Request:
+    """One question and its answer.
+
+    Attributes:
+        prompt: in units of ``tokens_per_event``, like everything that is counted in positions.
+        results: rows that came back and are not looked at yet, by session and sequence.
+        route: the present one.
+        asked: number of the route that was asked for last; older questions need no answer.
+    """
+
+    core: AnswerCore
+    began_s: float
+    prompt: list[int]
+    num_wanted: int
+    seed: int
+    expected: Undisturbed
+    tokens: list[int] = field(default_factory=list)
+    results: dict[tuple[bytes, int], bytes | memoryview] = field(default_factory=dict)
+    route: tuple[Place, ...] = ()
+    first_s: float | None = None
+    last_s: float = 0.0
+    is_wrong: bool = False
+    timer_at: float | None = None
+    asked: int = -1
+    is_over: bool = False
+
+
+class User(Host):
+    """One user, who has one question at a time."""
+
+    def __init__(self, world: World, index: int, peer: PeerId, place: network.Place) -> None:
+        super().__init__(index, peer, place)
+        self._world = world
+        self._chance = random.Random(f"{world.settings.seed}/user/{index}")
+        self._sessions: dict[bytes, Request] = {}
+        self._known: list[Known] = []
+        self._known_until = -1.0
+        self._avoid: dict[PeerId, float] = {}
+        self.request: Request | None = None
+
+    # questions
+
+    def ask(self) -> None:
+        """Begins a request."""
+        world, chance = self._world, self._chance
+        settings = world.settings
+        mean = max(1.0, settings.prompt_tokens / world.group)
+        num_prompt = max(1, min(2048, int(chance.lognormvariate(0.0, 0.7) * mean / 1.28)))  # e^(0.7² / 2) = 1.28
+        num_wanted = max(1, min(2048, int(chance.expovariate(1.0) * settings.answer_tokens / world.group) + 1))
+        prompt = [chance.randrange(50_000) for _ in range(num_prompt)]
+        seed = chance.getrandbits(32)
+        core = AnswerCore(
+            num_prompt=num_prompt,
+            row_size=ROW_SIZE,
+            wire_dtype=DTYPE,
+            make_plan=lambda session, epoch, stages: self._plan(session, epoch, stages, num_prompt + num_wanted),
+            new_session=lambda: chance.randbytes(16),
+        )
+        expected = Undisturbed(world.weights, prompt, seed=seed)
+        request = Request(core, world.heap.now, prompt, num_wanted, seed, expected)
+        self.request = request
+        core.start(now=self._now())
+        self._pump(request)
+
+    def _plan(
+        self, session: bytes, epoch: int, stages: tuple[PlanStage, ...], num_positions: int
+    ) -> tuple[Plan, bytes]:
+        world = self._world
+        now = world.unix_s
+        plan = Plan(
+            version=PROTOCOL_VERSION,
+            user=self.peer,
+            session=session,
+            epoch=epoch,
+            model_id=world.model_id,
+            numerics=world.numerics,
+            max_positions=num_positions,
+            issued_at=now,
+            expires_at=now + 3600.0,
+            stages=stages,
+            wire="",
+        )
+        return plan, world.sign_plan(plan)
+
+    def _end(self, request: Request, error: str) -> None:
+        world = self._world
+        request.is_over = True
+        self.request = None
+        first_s = request.first_s
+        world.metrics.requests.append(
+            Answered(
+                began_s=request.began_s,
+                tokens=len(request.tokens) * world.group,
+                first_s=None if first_s is None else first_s - request.began_s,
+                decode_s=0.0 if first_s is None else request.last_s - first_s,
+                error=error,
+                is_wrong=request.is_wrong,
+            )
+        )
+        if world.settings.think_s < 1e6:
+            world.heap.after(self._chance.expovariate(1.0) * world.settings.think_s + 0.1, self._ask_again)
+
+    def _ask_again(self) -> None:
+        if self.request is None and not self._world.is_closing:
+            self.ask()
+
+    # the network's side
+
+    def on_message(self, source: PeerId, message: AnyMessage, payload: Any) -> None:
+        session = getattr(message, "session", None)
+        request = None if session is None else self._sessions.get(session)
+        if request is None or request.is_over:
+            return
+        if isinstance(message, StepResult):
+            request.results[message.session, message.sequence] = payload
+        request.core.receive(message, source=source, now=self._now())
+        self._pump(request)
+
+    def on_link_closed(self, peer: PeerId, error: PeerError) -> None:
+        self._known = [each for each in self._known if each.node.peer != peer]
+        request = self.request
+        if request is not None:
+            request.core.link_closed(peer, error, now=self._now())
+            self._pump(request)
+
+    # the core's side
+
+    def _now(self) -> MonotonicS:
+        return MonotonicS(self._world.heap.now)
+
+    def _pump(self, request: Request) -> None:
+        core = request.core
+        while not request.is_over:
+            event = core.next_event()
+            if event is None:
+                messages = core.messages_to_send()
+                if not messages:
+                    break
+                for peer, message in messages:
+                    self._world.links.send(self, peer, message, num_bytes=self._extra_bytes(message))
+                continue
+            self._on_event(request, event)
+        if request.is_over:
+            for peer, message in core.messages_to_send():
+                self._world.links.send(self, peer, message)
+            for key in [key for key, each in self._sessions.items() if each is request]:
+                self._session_ended(key)
+            return
+        timer = core.get_timer()
+        if timer is not None and (request.timer_at is None or timer < request.timer_at):
+            request.timer_at = timer
+            self._world.heap.at(timer, self._on_timer, request, timer)
+
+    def _on_timer(self, request: Request, at: float) -> None:
+        if request.timer_at != at or request.is_over:
+            return
+        request.timer_at = None
+        request.core.handle_timer(now=self._now())
+        self._pump(request)
+
+    @staticmethod
+    def _extra_bytes(message: AnyMessage) -> float:
+        plan = getattr(message, "plan", None)
+        return 300.0 if plan is not None else 0.0
+
+    def _on_event(self, request: Request, event: Any) -> None:
+        world = self._world
+        match event:
+            case WantsRoute():
+                request.asked = event.number
+                self._look(request, event, request.route, world.heap.now)
+            case WantsConnection(place):
+                world.links.connect(self, place.peer, lambda error: self._linked(request, place.peer, error))
+            case WantsAlternates():
+                if world.settings.alternates:
+                    world.heap.after(PLANNING_S, self._find_alternates, request, event)
+            case SessionBegan(session, places):
+                self._sessions[session] = request
+                world.session_began(session, len(request.prompt))
+                request.route = places
+            case SessionEnded(session):
+                self._session_ended(session)
+            case Opened():
+                request.route = event.places
+            case RowsWanted():
+                self._send_rows(request, event)
+            case StepDone():
+                if event.has_row:
+                    self._take_row(request, event)
+            case Repaired():
+                world.repaired(self, event)
+            case PeerFailed(error):
+                self._avoid[PeerId(error.peer)] = world.heap.now + AVOID_S
+                self._known_until = -1.0
+            case Failed(error):
+                self._end(request, type(error).__name__)
+
+    def _session_ended(self, session: bytes) -> None:
+        self._sessions.pop(session, None)
+        self._world.session_ended(session)
+
+    def _linked(self, request: Request, peer: PeerId, error: PeerError | None) -> None:
+        if request.is_over:
+            return
+        if error is None:
+            request.core.connected(peer, now=self._now())
+        else:
+            request.core.unreachable(peer, error, now=self._now())
+        self._pump(request)
+
+    def _send_rows(self, request: Request, wanted: RowsWanted) -> None:
+        tokens = [*request.prompt, *request.tokens][wanted.first_position :][: wanted.num_positions]
+        rows = embed(tokens)
+        sending = request.core.rows_ready(wanted, meta(len(tokens)), now=self._now())
+        if sending is None:
+            return
+        peer, step = sending
+        num_rows, times = self._world.scale(step)
+        self._world.links.send(
+            self, peer, step, num_bytes=num_rows * self._world.model.row_bytes, payload=rows, times=times
+        )
+
+    def _take_row(self, request: Request, done: StepDone) -> None:
+        world, core = self._world, request.core
+        row = self._row_of(request, done)
+        if row is None or is_garbage(row):
+            core.result_unfit("the row is not finite", now=self._now())
+            return
+        token = token_of(row, seed=request.seed, position=len(request.prompt) + len(request.tokens))
+        request.tokens.append(token)
+        if token != request.expected.next_token():
+            request.is_wrong = True
+            world.metrics.wrong_tokens += 1
+        request.last_s = world.heap.now
+        if request.first_s is None:
+            request.first_s = request.last_s
+        if len(request.tokens) >= request.num_wanted:
+            core.close(retain=False, now=self._now())
+            self._end(request, "")
+        else:
+            core.append(now=self._now())
+
+    @staticmethod
+    def _row_of(request: Request, done: StepDone) -> bytes | memoryview | None:
+        """The payload of the result that this event is about; older ones are not wanted any more."""
+        found = [key for key in request.results if key[1] == done.sequence]
+        rows = [request.results.pop(key) for key in found]
+        return rows[-1] if rows else None
+
+    # routes
+
+    def _look(self, request: Request, wanted: WantsRoute, present: tuple[Place, ...], began: float) -> None:
+        """Measures whom it knows of, if that was long ago, and plans then.
+
+        Args:
+            present: the route that a PATCH is part of.
+        """
+        world = self._world
+        if request.is_over or request.asked != wanted.number:
+            return
+        delay_s = PLANNING_S
+        if world.heap.now >= self._known_until:
+            self._known = world.measure(self, self._chance)
+            self._known_until = world.heap.now + NODES_FRESH_S
+            slowest_s = max((each.round_trip_s for each in self._known), default=0.1)
+            delay_s += min(MAX_MEASURING_S, MEASURING_ROUND_TRIPS * slowest_s)
+        world.heap.after(delay_s, self._route, request, wanted, present, began)
+
+    def _route(self, request: Request, wanted: WantsRoute, present: tuple[Place, ...], began: float) -> None:
+        if request.is_over or request.asked != wanted.number:
+            return
+        world = self._world
+        num_positions = len(request.prompt) + request.num_wanted
+        if wanted.kind is RouteKind.PATCH:
+            stages = self._patch(request, wanted, present, num_positions)
+        else:
+            stages = self._whole(request, wanted, num_positions)
+        if stages is None:
+            self._known_until = -1.0
+            if wanted.wait and world.heap.now - began < ROUTE_PATIENCE_S:
+                world.heap.after(ROUTE_RETRY_S, self._look, request, wanted, present, began)
+                return
+            request.core.no_route(wanted.number, NoRoute("no usable node serves some layers"), now=self._now())
+        else:
+            request.core.routed(wanted.number, stages, now=self._now())
+        self._pump(request)
+
+    def _whole(self, request: Request, wanted: WantsRoute, num_positions: int) -> tuple[Place, ...] | None:
+        now = self._world.heap.now
+        shunned = {*wanted.avoid_peers, *(peer for peer, until in self._avoid.items() if until > now)}
+        trusted = [each for each in self._known if each.node.peer not in shunned]
+        for known in (trusted, self._known) if len(trusted) < len(self._known) else (trusted,):
+            route = self._world.plan(self, known, num_positions, len(request.prompt), wanted.avoid_pairs)
+            if route is not None:
+                return self._places(route)
+        return None
+
+    def _patch(
+        self, request: Request, wanted: WantsRoute, present: tuple[Place, ...], num_positions: int
+    ) -> tuple[Place, ...] | None:
+        lost = set(wanted.lost)
+        kept = {place.peer for index, place in enumerate(present) if index not in lost}
+        gone = {present[index].peer for index in lost}
+        now = self._world.heap.now
+        usable = [
+            each
+            for each in self._known
+            if each.node.peer not in gone
+            and each.node.peer not in wanted.avoid_peers
+            and self._avoid.get(each.node.peer, 0.0) <= now
+            and each.node.peer not in kept
+        ]
+        route = self._world.patch(self, present, lost, usable, num_positions, len(request.prompt), wanted.avoid_pairs)
+        if route is None:
+            self._known_until = -1.0
+            return None
+        return self._places(route, present)
+
+    def _places(self, route: tuple[RouteStage, ...], before: tuple[Place, ...] = ()) -> tuple[Place, ...]:
+        trips = {each.node.peer: each.round_trip_s for each in self._known}
+        trips |= {place.peer: place.round_trip_s for place in before}
+        return tuple(
+            Place(PlanStage(stage.peer, stage.layers.start, stage.layers.stop, ("sim:1",)), trips.get(stage.peer, 0.0))
+            for stage in route
+        )
+
+    def _find_alternates(self, request: Request, wanted: WantsAlternates) -> None:
+        """For each stage what would take its place; told once there are links to all of them."""
+        if request.is_over:
+            return
+        world, route = self._world, request.route
+        num_positions = len(request.prompt) + request.num_wanted
+        taken = {place.peer for place in route}
+        usable = [
+            each for each in self._known if each.node.peer not in taken and each.node.peer not in wanted.avoid_peers
+        ]
+        found: list[tuple[Place, ...]] = []
+        for index in range(len(route)):
+            patched = world.patch(self, route, {index}, usable, num_positions, len(request.prompt), wanted.avoid_pairs)
+            places = () if patched is None else self._places(patched, route)
+            found.append(places[index : len(places) - (len(route) - 1 - index)])
+        waiting = dict.fromkeys(place.peer for places in found for place in places)
+        failed: set[PeerId] = set()
+
+        def linked(peer: PeerId, error: PeerError | None) -> None:
+            waiting.pop(peer, None)
+            if error is not None:
+                failed.add(peer)
+            if not waiting and not request.is_over and request.route == route:
+                usable_now = tuple(() if any(p.peer in failed for p in places) else places for places in found)
+                request.core.alternates(usable_now, now=self._now())
+                self._pump(request)
+
+        for peer in list(waiting):
+            world.links.connect(self, peer, lambda error, peer=peer: linked(peer, error))  # type: ignore[misc]

@@ -1,0 +1,414 @@
+"""A simulated swarm: hosts, links, faults and users on one heap, and what is measured of them."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Collection, Sequence
+
+from fusion_node.client.answer_core import Place as RoutePlace
+from fusion_node.client.answer_core import Repaired, RepairKind
+from fusion_node.simulator.arithmetic import Weights
+from fusion_node.simulator.churn import Churn
+from fusion_node.simulator.devices import DEVICES, DeviceProfile
+from fusion_node.simulator.heap import EventHeap
+from fusion_node.simulator.links import Host, Links
+from fusion_node.simulator.membership_world import ANNOUNCE_S, EPOCH_S
+from fusion_node.simulator.metrics import Metrics, Sample, Stall
+from fusion_node.simulator.network import REGION_SHARES, REGIONS, Network, Way
+from fusion_node.simulator.node import Character, Node
+from fusion_node.simulator.planning import Known, UserLegs, believed, plan, plan_patch
+from fusion_node.simulator.settings import Settings
+from fusion_node.simulator.user import User
+from fusion_node.simulator.views import ModelledViews, RealViews, Views
+from fusion_node.types import LayerRange, ModelId, PeerId
+from p2p.messages import Step, StepResult
+from p2p.records import Plan, Refusal
+from scheduler.placement import choose_layers
+from scheduler.topology import RouteStage
+
+SAMPLE_EVERY_S = 10.0
+GRACE_S = 30.0
+"""That a node which was told to stop serves on, at most."""
+
+HANG_S = 20.0
+"""On average, of a process that is stopped."""
+
+GARBAGE_STEPS_SHARE = 0.02
+"""Of the steps of a node that answers garbage now and then."""
+
+LIE = 5.0
+"""Times as fast and as large a liar claims to be."""
+
+LOAD_S = 20.0
+"""From joining until its layers are there and served; weights come from its own disk."""
+
+FAULT_REMEMBERED_S = 60.0
+PLACED_BY = 64
+"""Records by which a newcomer chooses its layers."""
+
+MAX_LAYERS_SHARE = 1 / 3
+"""Of a model, that one node serves at most: who holds a small model whole would leave nothing to simulate."""
+
+
+class World:
+    """A world that is ready to run.
+
+    Attributes:
+        group: tokens that a position stands for.
+        is_closing: no more questions are asked.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        settings.check()
+        self.settings = settings
+        self.group = settings.tokens_per_event
+        self.model = settings.shape
+        self.model_id = ModelId("ab" * 32)
+        self.numerics = "f16r32"
+        self.heap = EventHeap()
+        self.chance = random.Random(f"{settings.seed}/world")
+        self.network = Network(settings.seed, random.Random(f"{settings.seed}/network"))
+        self.links = Links(self.heap, self.network, self._find)
+        self.weights = Weights(self.model.num_layers)
+        self.churn = Churn(settings.mean_lifetime_s, settings.day_share)
+        self.metrics = Metrics()
+        self.nodes: dict[PeerId, Node] = {}
+        self.users: dict[PeerId, User] = {}
+        self.live: list[Node] = []
+        self.parted_at = self.healed_at = -math.inf
+        self.is_closing = False
+        self._place_in_live: dict[PeerId, int] = {}
+        self._holders = [0] * self.model.num_layers
+        self._plans: dict[bytes, Plan] = {}
+        self._prompts: dict[bytes, int] = {}
+        self._devices = [d for d in DEVICES if d.num_layers(self.model) > 0]
+        self._num_hosts = 0
+        self.views: Views = RealViews(self) if settings.is_membership_real else ModelledViews(self)
+        self._populate()
+
+    @property
+    def unix_s(self) -> float:
+        return EPOCH_S + self.heap.now
+
+    # running
+
+    def run(self) -> None:
+        """Lets the whole time pass, and then lets the questions that are open come to their ends."""
+        self.heap.run(self.settings.duration_s)
+        self.is_closing = True
+        limit_s = self.settings.duration_s + 3600.0
+        while self.heap.now < limit_s and any(user.request is not None for user in self.users.values()):
+            self.heap.run(self.heap.now + 5.0)
+        self.metrics.bytes_sent = sum(host.bytes_sent for host in (*self.nodes.values(), *self.users.values()))
+
+    def _populate(self) -> None:
+        settings, chance = self.settings, self.chance
+        for _ in range(settings.nodes):
+            self._join(remaining_s=self.churn.remaining_s(chance), is_first=True)
+        for number in range(settings.users):
+            index = self._next_index()
+            user = User(self, index, PeerId(f"12D3KooW{index:044d}"), self.network.place(chance, is_home=True))
+            self.users[user.peer] = user
+            self.views.user_joined(user)
+            first_s = chance.uniform(0.0, max(1.0, min(settings.think_s, settings.duration_s / 2)))
+            self.heap.after(first_s + 0.001 * number, user.ask)
+        for region in range(len(REGIONS)):
+            self._plan_arrival(region)
+        for kind, rate in (("hang", settings.hangs_per_hour), ("reset", settings.resets_per_hour)):
+            self._plan_fault(kind, rate)
+        for each in settings.partitions:
+            self.heap.at(each.start_s, self._part, each.share)
+            self.heap.at(each.stop_s, self._heal)
+        self.heap.after(0.0, self._sample)
+
+    def _next_index(self) -> int:
+        self._num_hosts += 1
+        return self._num_hosts
+
+    def _find(self, peer: PeerId) -> Host | None:
+        return self.nodes.get(peer) or self.users.get(peer)
+
+    def host(self, peer: PeerId) -> Host:
+        """A host that there is or was."""
+        found = self._find(peer)
+        if found is None:
+            raise KeyError(peer)
+        return found
+
+    # nodes that come and go
+
+    def _join(self, *, remaining_s: float, is_first: bool = False, region: int | None = None) -> None:
+        chance, settings = self.chance, self.settings
+        index = self._next_index()
+        place = self.network.place(chance)
+        if region is not None:
+            place.region = region
+        device = chance.choices(self._devices, [each.share for each in self._devices])[0]
+        layers = self._choose_layers(device)
+        kind = chance.random()
+        character = Character()
+        if kind < settings.garbage_share:
+            character = Character(garbage_share=GARBAGE_STEPS_SHARE)
+        elif kind < settings.garbage_share + settings.liars_share:
+            character = Character(claim=LIE)
+        node = Node(self, index, PeerId(f"12D3KooW{index:044d}"), place, device, layers, character)
+        if is_first:
+            self._serve(node)
+        else:
+            self.heap.after(LOAD_S, self._serve, node)
+        if math.isfinite(remaining_s):
+            self.heap.after(remaining_s + (0.0 if is_first else LOAD_S), self._leave, node)
+
+    def _choose_layers(self, device: DeviceProfile) -> LayerRange:
+        num_layers = self.model.num_layers
+        capacity = min(device.num_layers(self.model), max(1, math.ceil(num_layers * MAX_LAYERS_SHARE)))
+        seen = self.live if len(self.live) <= PLACED_BY else self.chance.sample(self.live, PLACED_BY)
+        chosen = choose_layers((node.layers for node in seen), num_layers=num_layers, capacity_layers=capacity)
+        if chosen is None:
+            raise AssertionError("devices that hold no layer were sorted out")
+        return chosen
+
+    def _serve(self, node: Node) -> None:
+        node.joined_at = self.heap.now
+        self.nodes[node.peer] = node
+        self._place_in_live[node.peer] = len(self.live)
+        self.live.append(node)
+        self.metrics.joined += 1
+        self._count(node, 1)
+        self.views.joined(node)
+
+    def _leave(self, node: Node) -> None:
+        kind = self.chance.random()
+        if kind < self.settings.power_share:
+            node.has_power = False
+            self._end_node(node, "power")
+        elif kind < self.settings.power_share + self.settings.drain_share:
+            node.befallen("drain")
+            node.drain(GRACE_S)
+            self._drained(node, self.heap.now + GRACE_S)
+        else:
+            self._end_node(node, "kill")
+
+    def _drained(self, node: Node, until: float) -> None:
+        if node.num_sessions and self.heap.now < until and not node.is_frozen:
+            self.heap.after(1.0, self._drained, node, until)
+        else:
+            self._end_node(node, "drain")
+
+    def _end_node(self, node: Node, fault: str) -> None:
+        if not node.is_up:
+            return
+        node.befallen(fault)
+        self.metrics.faults[fault] += 1
+        node.is_up = False
+        node.left_at = self.heap.now
+        self.metrics.left += 1
+        if not node.is_frozen:
+            self._count(node, -1)
+        self.links.died(node)
+        node.ended()
+        self.views.left(node, silently=fault == "power")
+        place = self._place_in_live.pop(node.peer)
+        last = self.live.pop()
+        if last is not node:
+            self.live[place] = last
+            self._place_in_live[last.peer] = place
+        # Forgotten when nobody speaks of it any more, so that a day of churn fits into memory.
+        self.heap.after(3600.0, self._bury, node)
+
+    def _bury(self, node: Node) -> None:
+        self.metrics.bytes_sent += node.bytes_sent
+        self.nodes.pop(node.peer, None)
+
+    def _count(self, node: Node, change: int) -> None:
+        holders = self._holders
+        for layer in range(node.layers.start, node.layers.stop):
+            holders[layer] += change
+
+    def _plan_arrival(self, region: int) -> None:
+        after_s = self.churn.arrival_after_s(
+            self.settings.nodes, region, REGION_SHARES[region], self.heap.now, self.chance
+        )
+        if math.isfinite(after_s):
+            self.heap.after(after_s, self._arrive, region)
+
+    def _arrive(self, region: int) -> None:
+        self._join(remaining_s=self.churn.lifetime_s(self.chance), region=region)
+        self._plan_arrival(region)
+
+    # faults
+
+    def _plan_fault(self, kind: str, per_hour: float) -> None:
+        rate = per_hour / 3600.0 * self.settings.nodes
+        if rate > 0.0:
+            self.heap.after(self.chance.expovariate(rate), self._fault, kind, per_hour)
+
+    def _fault(self, kind: str, per_hour: float) -> None:
+        self._plan_fault(kind, per_hour)
+        # Of those that serve somebody, as far as there are any: what befalls an idle node teaches nothing.
+        serving = [node for node in self._serving_nodes() if not node.is_frozen]
+        pool = serving or self.live
+        if not pool:
+            return
+        node = self.chance.choice(pool)
+        if kind == "hang":
+            self.freeze(node, self.chance.expovariate(1.0) * HANG_S + 0.2)
+        else:
+            self.reset(node)
+
+    def _serving_nodes(self) -> list[Node]:
+        routes = [place.peer for user in self.users.values() if user.request for place in user.request.route]
+        return [node for peer in dict.fromkeys(routes) if (node := self.nodes.get(peer)) is not None and node.is_up]
+
+    def freeze(self, node: Node, seconds: float) -> None:
+        """Stops a node for a while."""
+        if node.is_frozen or not node.is_up:
+            return
+        node.befallen("hang")
+        self.metrics.faults["hang"] += 1
+        node.is_frozen = True
+        self._count(node, -1)
+        self.links.froze(node)
+        self.heap.after(seconds, self._thaw, node)
+
+    def _thaw(self, node: Node) -> None:
+        if node.is_up:
+            node.is_frozen = False
+            self._count(node, 1)
+            node.befallen("hang")
+            self.links.thawed(node)
+
+    def reset(self, node: Node) -> None:
+        """Resets all links of a node."""
+        self.metrics.faults["reset"] += 1
+        node.befallen("reset")
+        for link in list(node.links.values()):
+            self.links.reset(link)
+
+    def kill(self, node: Node) -> None:
+        """Ends a node's process."""
+        self._end_node(node, "kill")
+
+    def _part(self, share: float) -> None:
+        self.parted_at = self.heap.now
+        hosts: list[Host] = [*self.nodes.values(), *self.users.values()]
+        apart = self.chance.sample(hosts, max(1, round(share * len(hosts))))
+        for host in apart:
+            host.place.part = 1
+        self.metrics.faults["partition"] += 1
+        self.links.parted(apart)
+
+    def _heal(self) -> None:
+        self.healed_at = self.heap.now
+        hosts = [host for host in (*self.nodes.values(), *self.users.values()) if host.place.part]
+        for host in hosts:
+            host.place.part = 0
+        self.links.parted(hosts)
+
+    # what nodes and users share
+
+    def open_plan(self, envelope: bytes) -> Plan | Refusal:
+        """The plan behind an envelope: nothing is signed here."""
+        return self._plans.get(envelope, Refusal.WRONG_KEY)
+
+    def sign_plan(self, plan: Plan) -> bytes:
+        """An envelope that stands for a plan."""
+        envelope = b"%b/%d" % (plan.session, plan.epoch)
+        self._plans[envelope] = plan
+        return envelope
+
+    def session_began(self, session: bytes, num_prompt: int) -> None:
+        """So many positions of it are the prompt's."""
+        self._prompts[session] = num_prompt
+
+    def session_ended(self, session: bytes) -> None:
+        """It is forgotten once nothing of it can be under way any more."""
+        self.heap.after(300.0, self._forget_session, session)
+
+    def _forget_session(self, session: bytes) -> None:
+        self._prompts.pop(session, None)
+        epoch = 0
+        while self._plans.pop(b"%b/%d" % (session, epoch), None) is not None:
+            epoch += 1
+
+    def scale(self, message: Step | StepResult) -> tuple[int, int]:
+        """Rows that a frame has in the model, and how many times it goes its way: see ``tokens_per_event``."""
+        num_rows = message.tensor.num_rows
+        if self.group == 1:
+            return num_rows, 1
+        position = message.first_node if isinstance(message, Step) else max(message.nodes, default=0)
+        if num_rows == 1 and position > self._prompts.get(message.session, 0):
+            return 1, self.group
+        return num_rows * self.group if isinstance(message, Step) else num_rows, 1
+
+    def measure(self, user: User, chance: random.Random) -> list[Known]:
+        """Of the nodes whose records a user has, those that answer it now: at most ``candidates``."""
+        known = []
+        for node in self.views.known_to(user, self.settings.candidates, chance):
+            node.refresh_record(ANNOUNCE_S)
+            if not node.is_up or node.is_frozen or node.is_draining or node.place.part != user.place.part:
+                continue
+            path = self.network.path(user.place, node.place)
+            if path.way is not Way.NONE:
+                known.append(Known(node, 2 * path.one_way_s, believed(node)))
+        return known
+
+    def plan(
+        self,
+        user: User,
+        known: Sequence[Known],
+        num_positions: int,
+        num_prompt: int,
+        avoid_pairs: Collection[tuple[PeerId, PeerId]],
+    ) -> tuple[RouteStage, ...] | None:
+        """A whole route."""
+        return plan(self, UserLegs(self, user.peer, known), known, num_positions, num_prompt, avoid_pairs)
+
+    def patch(
+        self,
+        user: User,
+        route: Sequence[RoutePlace],
+        lost: Collection[int],
+        usable: Sequence[Known],
+        num_positions: int,
+        num_prompt: int,
+        avoid_pairs: Collection[tuple[PeerId, PeerId]],
+    ) -> tuple[RouteStage, ...] | None:
+        """The same route with others in the place of some stages."""
+        legs = UserLegs(self, user.peer, usable)
+        return plan_patch(self, legs, route, lost, usable, num_positions, num_prompt, avoid_pairs)
+
+    # what is measured
+
+    def repaired(self, user: User, event: Repaired) -> None:
+        """An answer went on after a repair."""
+        metrics, now = self.metrics, self.heap.now
+        node = self.nodes.get(event.peer)
+        fault = "none"
+        if node is None:
+            fault = "kill"
+        elif node.fault and (not node.is_up or node.is_frozen or now - node.fault_at < FAULT_REMEMBERED_S):
+            fault = node.fault
+        elif self._was_parted(user, node):
+            fault = "partition"
+        metrics.stalls.append(Stall(now, event.stall_s, fault, event.cause, event.kind.value))
+        metrics.replaced[event.cause] += 1
+        num_bytes = event.replayed_positions * self.group * self.model.row_bytes
+        metrics.replayed_bytes += num_bytes
+        if event.kind is RepairKind.PREFILLED:
+            metrics.prefilled_bytes += num_bytes
+        if fault == "none" and event.kind is RepairKind.PATCHED and event.cause not in ("refused", "draining"):
+            metrics.false_ejections += 1
+
+    def _was_parted(self, user: User, node: Node) -> bool:
+        now = self.heap.now
+        lately = now - self.healed_at < FAULT_REMEMBERED_S or self.parted_at > self.healed_at
+        return lately or user.place.part != node.place.part
+
+    def _sample(self) -> None:
+        covered = sum(1 for count in self._holders if count > 0) / len(self._holders)
+        active = sum(1 for user in self.users.values() if user.request is not None)
+        self.metrics.samples.append(Sample(self.heap.now, len(self.live), covered, active))
+        if self.heap.now < self.settings.duration_s:
+            self.heap.after(SAMPLE_EVERY_S, self._sample)
