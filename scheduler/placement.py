@@ -18,6 +18,7 @@ layers are dropped: see fusion_node.daemon.placement_core.
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -146,6 +147,7 @@ def place_all(hosts: Sequence[Host], work: Work, legs: Legs, policy: Policy | No
         worth = rate.worth(settled)
         if _is_worth_it(rate, current, settled, before, worth, policy, than=after):
             chosen, after = settled, worth
+    after = _polish(rate, current, chosen, after)
     decisions, deferred = _in_turn(rate, current, chosen, before, after)
     return Placement(decisions, deferred, before, after)
 
@@ -277,6 +279,22 @@ def _few_moves(rate: SwarmRate, current: Sequence[LayerRange | None], policy: Po
         if not moved:
             break
     return ranges
+
+
+def _polish(
+    rate: SwarmRate, current: Sequence[LayerRange | None], chosen: list[LayerRange | None], now: Worth
+) -> Worth:
+    """Changes, in place, what nodes are to get that hold nothing yet, while that is worth more: it costs nothing."""
+    free = [i for i, layers in enumerate(current) if layers is None and chosen[i] is not None]
+    num_steps = min(3 * len(free), NUM_WEIGHED // max(len(chosen), 1))
+    for index in itertools.islice(itertools.cycle(free), num_steps):
+        others = [each for i, each in enumerate(chosen) if i != index]
+        missing = {i for i, n in enumerate(holders_per_layer(others, rate.work.num_layers)) if not n}
+        options = windows(rate.hosts[index].capacity_layers, rate.work)
+        best, worth = _best_window(rate, index, chosen, options, missing)
+        if (worth.num_covered, worth.tokens_per_s) > (now.num_covered, now.tokens_per_s * (1 + 1e-9)):
+            chosen[index], now = best, worth
+    return now
 
 
 def _step(rate: SwarmRate, index: int, ranges: list[LayerRange | None], policy: Policy) -> bool:
