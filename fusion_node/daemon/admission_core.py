@@ -24,11 +24,12 @@ import enum
 import itertools
 from collections import Counter, deque
 from dataclasses import dataclass, field
+from typing import Any
 
 from fusion_node.engine.block_manager_core import BlockManager, NoRoom
 from fusion_node.engine.session_log_core import SessionLog
 from fusion_node.types import LayerRange, ModelId, MonotonicS, PeerId
-from p2p.messages import DRAINING, INT8, KEPT_S, RETAIN_S, SUCCESSOR_UNREACHABLE, OpenSession, Resend
+from p2p.messages import DRAINING, INT8, KEPT_S, RETAIN_S, SUCCESSOR_UNREACHABLE, OpenSession, Resend, Step
 from p2p.records import PROTOCOL_VERSION, Lease, Plan
 
 LEASE_S = 120.0
@@ -108,6 +109,9 @@ class Session:
         grace: set while the node leaves.
         resends: orders to hand rows on again, in order.
         resent_positions: handed on again in this epoch are none from here on.
+        is_resumed: several peers may bring entries of the log at once, and one may come before those that it follows.
+        next_taken, last_taken: the sequence that follows the entries whose rows were taken, and their last node.
+        early: entries that have come before those that they follow, by sequence and first node.
         resumable_from: when one plan of a higher epoch may be adopted; those before it are RESUMES_AT_ONCE.
         lease_envelope: what the user was last given, signed, and when it ends.
     """
@@ -127,6 +131,10 @@ class Session:
     grace: Grace | None = None
     resends: deque[Resend] = field(default_factory=deque)
     resent_positions: int = 0
+    is_resumed: bool = False
+    next_taken: int = 0
+    last_taken: int = 0
+    early: dict[tuple[int, int], tuple[Step, Any]] = field(default_factory=dict)
     resumable_from: float = 0.0
     lease_envelope: tuple[bytes, MonotonicS] | None = None
 
@@ -145,6 +153,10 @@ class Session:
     @property
     def next(self) -> PeerId:
         return self.user if self.is_last else PeerId(self.plan.stages[self.stage + 1].peer)
+
+    @property
+    def num_early_rows(self) -> int:
+        return sum(step.tensor.num_rows for step, _ in self.early.values())
 
     @property
     def promised_until(self) -> MonotonicS:

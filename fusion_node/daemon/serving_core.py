@@ -74,6 +74,12 @@ Payload: TypeAlias = Any
 MAX_RESENDS = 64
 """Orders of one session that wait. A user keeps a handful in flight per stage."""
 
+MAX_EARLY_ROWS = 1024
+"""Of one session, in entries that come before those that they follow: four chunks of a prompt."""
+
+MAX_ALL_EARLY_ROWS = 8192
+"""Of all sessions together. Nothing computes them as long as what they follow does not come."""
+
 MAX_BACKLOG_BYTES = 8 * 2**20
 """That may wait for the next stage before rows are sent again: an order costs its sender nothing, and a peer for which
 64 MiB wait is dropped, with the sessions of everybody."""
@@ -210,6 +216,7 @@ class Serving:
         self._waiting_for_link: dict[Session, None] = {}
         """With orders that wait until less is under way to the next stage."""
         self.retry_at: MonotonicS | None = None
+        self._num_early_rows = 0
 
     # what comes from outside
 
@@ -263,6 +270,7 @@ class Serving:
         if session.log.is_untouched:
             self._forget(session)
         else:
+            self._clear_early(session)
             self.admission.keep(session, now=now)
 
     def take_step(self, session: Session, message: Step, *, now: MonotonicS) -> ServedStep | None:
@@ -430,8 +438,11 @@ class Serving:
         if isinstance(session, Refused):
             self._refuse(peer, message.session, message.epoch, message.stage, session)
             return
+        session.is_resumed = message.resumes
+        session.next_taken, session.last_taken = session.log.next_sequence, session.log.last_node
         if session is before:
             self.counters["sessions_adopted"] += 1
+            self._clear_early(session)
             self._waiting_for_link.pop(session, None)
             if session.is_last:
                 self.outputs.drop(_output_key(session))
@@ -551,11 +562,38 @@ class Serving:
         problem = self._problem_with(session, message)
         if problem is not None:
             self._blame(session, *problem, culprit=peer, now=now)
-        elif message.sequence + message.covers <= session.log.next_sequence and message.covers:
+        elif message.sequence + message.covers <= session.next_taken and message.covers:
             self.counters["steps_duplicate"] += 1  # before its rows cost anything
+        elif session.is_resumed and _is_early(session, message):
+            self._wait_for_earlier(session, message, payload, now)
         else:
-            session.num_queued_rows += message.tensor.num_rows
-            self._commands.append(Take(session, message, payload))
+            self._take(session, message, payload)
+            for place in sorted(session.early):
+                if not _is_early(session, session.early[place][0]):
+                    self._num_early_rows -= session.early[place][0].tensor.num_rows
+                    self._take(session, *session.early.pop(place))
+
+    def _take(self, session: Session, message: Step, payload: Payload) -> None:
+        session.num_queued_rows += message.tensor.num_rows
+        session.next_taken = max(session.next_taken, message.sequence + message.covers)
+        session.last_taken = max(session.last_taken, message.first_node + message.tensor.num_rows - 1)
+        self._commands.append(Take(session, message, payload))
+
+    def _wait_for_earlier(self, session: Session, message: Step, payload: Payload, now: MonotonicS) -> None:
+        """In a repair the entries of a session come from several peers, and the order of what they send is chance."""
+        place, num_rows = (message.sequence, message.first_node), message.tensor.num_rows
+        if place in session.early:
+            self.counters["steps_duplicate"] += 1
+        elif session.num_early_rows + num_rows > MAX_EARLY_ROWS or self._num_early_rows + num_rows > MAX_ALL_EARLY_ROWS:
+            reason = "too many rows wait for those that they follow"
+            self._blame(session, "flooded", reason, culprit=session.previous, now=now)
+        else:
+            self._num_early_rows += num_rows
+            session.early[place] = (message, payload)
+
+    def _clear_early(self, session: Session) -> None:
+        self._num_early_rows -= session.num_early_rows
+        session.early.clear()
 
     def _problem_with(self, session: Session, message: Step) -> tuple[str, str] | None:
         """Code and reason of what is wrong with a header, as far as the log need not be asked."""
@@ -653,6 +691,7 @@ class Serving:
         """The session cannot go on under this plan; what is being computed is finished, and kept."""
         if self.admission.holds(session) and session.state is not SessionState.KEPT:
             self.counters["sessions_kept"] += 1
+            self._clear_early(session)
             self.admission.keep(session, now=now)
             self._tell_failed(session, code, reason, culprit, is_kept=True)
 
@@ -665,6 +704,7 @@ class Serving:
         """Nothing of it is left here but what it retains for sessions that begin like it."""
         self.admission.drop(session)
         session.resends.clear()
+        self._clear_early(session)
         self._waiting_for_link.pop(session, None)
         if not self.admission.knows(session.user, session.key):
             self.outputs.drop(_output_key(session))
@@ -673,6 +713,11 @@ class Serving:
     def _tell_failed(self, session: Session, code: str, reason: str, culprit: str, *, is_kept: bool) -> None:
         message = SessionFailed(session.key, session.plan.epoch, session.stage, code, reason[:500], culprit, is_kept)
         self._commands.append(Send(session.user, message))
+
+
+def _is_early(session: Session, message: Step) -> bool:
+    """Whether entries are missing that this one follows, or the prefix on which it hangs."""
+    return message.sequence > session.next_taken or (not message.parents and message.parent > session.last_taken)
 
 
 def _output_key(session: Session) -> tuple[PeerId, bytes]:

@@ -125,6 +125,11 @@ class SessionLog:
         return self.num_committed + len(self._live)
 
     @property
+    def last_node(self) -> int:
+        """The highest id that was given out."""
+        return self._last_node
+
+    @property
     def is_plain(self) -> bool:
         """Whether the log is a chain all of which is committed, with the node of position p being p + 1.
 
