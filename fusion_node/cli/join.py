@@ -22,8 +22,10 @@ from fusion_node.cli.options import (
     parse_rate,
     parse_size,
 )
+    parse_size_or_none,
 from fusion_node.daemon.config import DEFAULT_LISTEN, NodeConfig
 from fusion_node.types import LayerRange
+from fusion_node.daemon.manners_core import PAUSE_GRACE_S
 
 if TYPE_CHECKING:
     from fusion_node.daemon.serving_node import ReadyNode
@@ -77,6 +79,15 @@ def join(
         typer.Option(metavar="SIZE", parser=parse_size, help="Memory for all sessions' KV; a quarter of what is free."),
     ] = None,
     max_ram: Annotated[
+    retain_memory: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SIZE",
+            parser=parse_size_or_none,
+            help="Memory for rows that were handed on, so that answers outlive the nodes behind this one; a sixteenth "
+            "of what is free, 1 GiB at most. 0 keeps none.",
+        ),
+    ] = None,
         int | None,
         typer.Option(
             metavar="SIZE",
@@ -127,6 +138,12 @@ def join(
     configure_logs(log_format, verbose=verbose)
     config = NodeConfig(
         model=model,
+    drain_grace: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", min=0.0, help="How long users have to go elsewhere when the node stops or is paused."
+        ),
+    ] = PAUSE_GRACE_S,
         layers=None if layers is None else LayerRange.parse(layers),
         peers=tuple(peer or ()),
         listen=listen,
@@ -147,6 +164,7 @@ def join(
         mdns=mdns,
         is_private=private,
         swarm_key_path=swarm_key,
+        retain_memory_bytes=retain_memory,
         allow_path=allow,
         operator=operator,
         puzzle_bits=puzzle_bits,
@@ -159,6 +177,9 @@ def join(
 def _tell(node: ReadyNode) -> None:
     structlog.get_logger(__name__).info(
         "ready",
+        region=region,
+        price=price or 0.0,
+        drain_grace_s=drain_grace,
         peer=node.peer,
         layers=str(node.layers),
         data=list(node.data_addresses),

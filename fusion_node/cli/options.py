@@ -145,6 +145,14 @@ def parse_size(text: str) -> int:
     raise ConfigError(f"{text!r} is not a size: write a number of MiB, or for example 500MiB or 6GiB")
 
 
+def parse_size_or_none(text: str) -> int:
+    """The same, or ``0`` for nothing at all."""
+    return 0 if text.strip() == "0" else parse_size(text)
+
+
+MAX_PRICE = 1e9
+"""What a record can hold."""
+
 _RATE = re.compile(r"(\d{1,9}(?:\.\d{1,6})?) ?([kmgt]?)(i?)(bit|b|B)(?:/s|ps)?", re.IGNORECASE)
 
 

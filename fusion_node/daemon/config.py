@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fusion_node.daemon.manners_core import PAUSE_GRACE_S
 from fusion_node.errors import ConfigError
 from fusion_node.types import LayerRange
 from p2p.addresses import parse_announce, parse_listen
@@ -30,6 +31,8 @@ class NodeConfig:
         numerics: name of the numerics class.
         threads: torch threads; None lets torch choose.
         kv_memory_bytes: for all sessions together; None takes a quarter of what is free.
+        retain_memory_bytes: for rows that were handed on, so that a session outlives the stages behind this one; None
+            takes a sixteenth of the free memory, 1 GiB at most; 0 keeps none.
         max_ram_bytes: of the whole process, on a CPU node; None sets no bound.
         max_vram_bytes: of the whole process on a GPU; None sets no bound.
         max_upload_Bps: of all data-plane links together, bytes per second with their headers; None sets no bound.
@@ -42,6 +45,9 @@ class NodeConfig:
         swarm_key_path: key file of the private swarm to be in. An invite in ``peers`` may hold the key instead.
         allow_path: file of the peer ids that may connect; None lets in everybody who is not banned.
         operator: a name that the operator wants to be known by; a claim.
+        region: where the operator says that the node stands; a claim.
+        price: what the operator asks for a million positions in one layer: a tag for users' rules.
+        drain_grace_s: for the users of a node that stops or is paused to take their sessions elsewhere.
         puzzle_bits: what this identity pays, and demands of others; None is p2p.puzzle.default_bits.
     """
 
@@ -56,6 +62,7 @@ class NodeConfig:
     numerics: str = "fp32"
     threads: int | None = None
     kv_memory_bytes: int | None = None
+    retain_memory_bytes: int | None = None
     max_ram_bytes: int | None = None
     max_vram_bytes: int | None = None
     max_upload_Bps: float | None = None
@@ -68,6 +75,9 @@ class NodeConfig:
     swarm_key_path: Path | None = None
     allow_path: Path | None = None
     operator: str = ""
+    region: str = ""
+    price: float = 0.0
+    drain_grace_s: float = PAUSE_GRACE_S
     puzzle_bits: int | None = None
 
 

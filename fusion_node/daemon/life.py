@@ -13,7 +13,7 @@ import psutil
 
 from fusion_node.daemon.control import BansReply, BansRequest, NodeState, Phase
 from fusion_node.daemon.manners import MannersShell
-from fusion_node.daemon.manners_core import PauseReason, Standing
+from fusion_node.daemon.manners_core import PAUSE_GRACE_S, PauseReason, Standing
 from fusion_node.daemon.network_report import NetworkReport
 from fusion_node.daemon.swarm_report import InviteReply, InviteRequest, PeersReply, Swarming
 from p2p.bans import canonical_target
@@ -73,10 +73,21 @@ class RowRate:
 
 
 class NodeLife:
-    """One node; `fusion_node.daemon.control.Controllable`."""
+    """One node; `fusion_node.daemon.control.Controllable`.
 
-    def __init__(self, peer: str, model: str, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.manners = MannersShell(clock=clock)
+    Args:
+        pause_grace_s: for running sessions when the operator pauses.
+    """
+
+    def __init__(
+        self,
+        peer: str,
+        model: str,
+        *,
+        pause_grace_s: float = PAUSE_GRACE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.manners = MannersShell(pause_grace_s=pause_grace_s, clock=clock)
         self._peer = peer
         self._model = model
         self._clock = clock

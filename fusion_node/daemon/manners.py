@@ -11,6 +11,7 @@ import structlog
 
 from fusion_node.daemon.device_usage import DeviceWatch, WatchFailed
 from fusion_node.daemon.manners_core import (
+    PAUSE_GRACE_S,
     Announce,
     BackOff,
     EndSessions,
@@ -48,6 +49,14 @@ class Host(Protocol):
         """Refuses new sessions for that reason; None takes them again."""
         ...
 
+    def hand_over(self, reason: PauseReason, grace_s: float) -> None:
+        """Asks the users of running sessions to take them elsewhere within that time; they are served until then."""
+        ...
+
+    def stay(self) -> None:
+        """Sessions that are still there need not go any more."""
+        ...
+
     def end_sessions(self, reason: PauseReason) -> None:
         """Hands every session back to its user."""
         ...
@@ -62,10 +71,14 @@ class Host(Protocol):
 
 
 class MannersShell:
-    """Pause, resume and back off. Made before there is anything to pause: a node can be paused while it loads."""
+    """Pause, resume and back off. Made before there is anything to pause: a node can be paused while it loads.
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self.core = Manners()
+    Args:
+        pause_grace_s: for running sessions when the operator pauses.
+    """
+
+    def __init__(self, *, pause_grace_s: float = PAUSE_GRACE_S, clock: Callable[[], float] = time.monotonic) -> None:
+        self.core = Manners(pause_grace_s=pause_grace_s)
         self._back_off = BackOff()
         self._clock = clock
         self._host: Host | None = None
@@ -124,9 +137,12 @@ class MannersShell:
             match event:
                 case Withdraw():
                     log.info("no longer serving", reason=self.core.reason, sessions=host.num_sessions)
+                    if self.core.reason is not None and self.ends_in_s:
+                        host.hand_over(self.core.reason, self.ends_in_s)
                     self._to_publish.set()
                 case Announce():
                     log.info("serving again")
+                    host.stay()
                     self._to_publish.set()
                 case EndSessions():
                     host.end_sessions(event.reason)

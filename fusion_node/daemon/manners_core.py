@@ -26,8 +26,10 @@ from dataclasses import dataclass
 
 from fusion_node.types import MonotonicS
 
-PAUSE_GRACE_S = 60.0
-"""For running sessions when the operator pauses: an answer of a few hundred tokens comes to its end."""
+PAUSE_GRACE_S = 30.0
+"""For running sessions when the operator pauses or stops the node, unless they say otherwise: their users are asked to
+go elsewhere, which takes a second where there is another node, and a short answer comes to its end where there is not.
+"""
 
 BACK_OFF_GRACE_S = 5.0
 """When another program wants the device: a person sits in front of it and sees it stutter."""
@@ -165,7 +167,7 @@ class BackOff:
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """Tell the swarm that nothing is served here."""
+    """Tell the swarm that nothing is served here, and the users of running sessions to take them elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,16 +184,21 @@ class ReleaseMemory:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Tell the swarm that the shard is served again."""
+    """Tell the swarm that the shard is served again; sessions that are still there may stay."""
 
 
 MannersEvent = Withdraw | EndSessions | ReleaseMemory | Announce
 
 
 class Manners:
-    """Serving, stopping or idle, and what follows from each change."""
+    """Serving, stopping or idle, and what follows from each change.
 
-    def __init__(self) -> None:
+    Args:
+        pause_grace_s: for running sessions when the operator pauses.
+    """
+
+    def __init__(self, *, pause_grace_s: float = PAUSE_GRACE_S) -> None:
+        self._pause_grace_s = pause_grace_s
         self._is_paused = False
         self._is_busy = False
         self._deadline: MonotonicS | None = None
@@ -208,7 +215,7 @@ class Manners:
     def pause(self, *, now: MonotonicS, at_once: bool = False) -> None:
         """The operator's word. ``at_once`` leaves running sessions no grace, also when the node is stopping already."""
         self._is_paused = True
-        self._change(now, 0.0 if at_once else PAUSE_GRACE_S)
+        self._change(now, 0.0 if at_once else self._pause_grace_s)
 
     def resume(self, *, now: MonotonicS) -> None:
         """The operator's word; without effect on a back-off."""

@@ -62,14 +62,17 @@ async def run_node(
 ) -> None:
     """Runs a node until SIGINT, SIGTERM, ``stop``, or the end of standard input if so wished.
 
+    Sessions that are open then have the grace of the config to go elsewhere; a second signal takes it from them.
+
     Raises:
         FusionError: whatever keeps the node from serving; its exit code says which.
     """
+    hurry = asyncio.Event()
     if stop is None:
-        stop = asyncio.Event()
+        stop = told = asyncio.Event()
         loop = asyncio.get_running_loop()
         for signum in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(signum, stop.set)
+            loop.add_signal_handler(signum, lambda: (hurry if told.is_set() else told).set())
     if until_stdin_ends:
         _stop_at_end_of_stdin(stop)
     node = await _Starter(config, stop).start()
@@ -80,7 +83,7 @@ async def run_node(
             on_ready(node.ready)
         await node.serve(stop)
     finally:
-        await node.leave()
+        await node.leave(hurry)
 
 
 def _stop_at_end_of_stdin(stop: asyncio.Event) -> None:
@@ -135,7 +138,7 @@ class _Starter:
         async with contextlib.AsyncExitStack() as stack:
             identity = stack.enter_context(_own_identity(config))
             gate = PeerGate(store.home / BAN_FILE_NAME, allow_list=allow_list)
-            life = NodeLife(identity.peer_id, model.name)
+            life = NodeLife(identity.peer_id, model.name, pause_grace_s=config.drain_grace_s)
             life.guarded_by(gate)
             bits = default_bits([host], is_private=swarm_key is not None)
             bits = bits if config.puzzle_bits is None else check_bits(config.puzzle_bits)

@@ -198,8 +198,7 @@ class NodeServer:
         """
         leaving = list(self._admission.sessions if sessions is None else sessions)
         until = self._now() + grace_s
-        self._serving.drain(now=self._now(), grace_s=grace_s, reason=reason, code=code, sessions=leaving)
-        self._carry_out()
+        self.hand_over(leaving, grace_s=grace_s, reason=reason, code=code)
         while any(map(self._admission.holds, leaving)):
             try:
                 # Once more when it is over: the timer of the last does not wait for whoever calls `expire`.
@@ -208,21 +207,38 @@ class NodeServer:
             except TimeoutError:
                 self.expire()
 
+    def hand_over(
+        self, sessions: Iterable[Session] | None = None, *, grace_s: float, reason: str, code: str = DRAINING
+    ) -> None:
+        """What ``drain_sessions`` begins with. The sessions end after ``grace_s`` if somebody calls ``expire``."""
+        self._serving.drain(now=self._now(), grace_s=grace_s, reason=reason, code=code, sessions=sessions)
+        self._carry_out()
+
     def stay(self) -> None:
         """The sessions that were to be handed over may stay."""
         self._serving.stay()
 
-    async def drain(self, *, timeout_s: float, grace_s: float = 0.0) -> None:
+    async def drain(self, *, timeout_s: float, grace_s: float = 0.0, hurry: asyncio.Event | None = None) -> None:
         """Takes no more sessions, hands over those that are open, finishes what is running, and ends the rest.
 
         Args:
             timeout_s: for what is running after that.
             grace_s: for users to take their sessions elsewhere.
+            hurry: ends that when it is set.
         """
         self._admission.draining = True
         reason = "the node is shutting down"
-        if grace_s > 0:
-            await self.drain_sessions(grace_s=grace_s, reason=reason)
+        if grace_s > 0 and self._admission.sessions:
+            draining = asyncio.ensure_future(self.drain_sessions(grace_s=grace_s, reason=reason))
+            hurried = asyncio.ensure_future((hurry or asyncio.Event()).wait())
+            try:
+                await asyncio.wait((draining, hurried), return_when=asyncio.FIRST_COMPLETED)
+                if draining.done():
+                    draining.result()
+            finally:
+                draining.cancel()
+                hurried.cancel()
+                await asyncio.gather(draining, hurried, return_exceptions=True)
         self._forwards.stop()
         try:
             async with asyncio.timeout(timeout_s):

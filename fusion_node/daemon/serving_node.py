@@ -17,7 +17,7 @@ from fusion_node.daemon.config import NodeConfig
 from fusion_node.daemon.device_usage import open_watch
 from fusion_node.daemon.life import NodeLife
 from fusion_node.daemon.manners_core import PauseReason
-from fusion_node.daemon.memory_plan import MIN_KV_POSITIONS, Bound, MemoryPlan, place_layers
+from fusion_node.daemon.memory_plan import MIN_KV_POSITIONS, Bound, MemoryPlan, place_layers, retain_budget
 from fusion_node.daemon.network_examiner import NetworkExaminer
 from fusion_node.daemon.server import NodeServer
 from fusion_node.daemon.swarm_view import SwarmView
@@ -48,7 +48,7 @@ from p2p.gate import PeerGate
 from p2p.identity import Identity
 from p2p.links import LinkPool
 from p2p.reachability_verdict import Plane
-from p2p.records import PROTOCOL_VERSION, SPEED_ROWS, NodeRecord, ShardRecord, sign_record
+from p2p.records import PROTOCOL_VERSION, SPEED_ROWS, NodeRecord, ShardRecord, sign_lease, sign_record
 from p2p.seam import Network, PathKind
 from p2p.websocket import join_address
 from scheduler.placement import choose_layers
@@ -226,6 +226,14 @@ def _bound(config: NodeConfig, device: Device) -> Bound | None:
 
 def _tell_bounds_without_effect(config: NodeConfig, device: Device) -> None:
     on_cpu = device.type == "cpu"
+def _retain_bytes(config: NodeConfig) -> int:
+    """For rows that were handed on, which lie in the machine's memory whatever computes."""
+    if config.retain_memory_bytes is not None:
+        return config.retain_memory_bytes
+    cpu = choose_devices("cpu")[0]
+    return retain_budget(free_memory_bytes(cpu), _bound(config, cpu))
+
+
     if (config.max_vram_bytes if on_cpu else config.max_ram_bytes) is not None:
         flag = "--max-vram" if on_cpu else "--max-ram"
         log.warning("a flag has no effect on this device", flag=flag, device=describe_device(device))
@@ -337,7 +345,14 @@ class ServingNode:
         self._last_sequence = 0
         self._record = b""
         self._record_made_at = -math.inf
-        self._server = NodeServer(engine, admission, own_record=self._own_record, batching=batching)
+        self._server = NodeServer(
+            engine,
+            admission,
+            own_record=self._own_record,
+            sign_lease=lambda lease: sign_lease(lease, identity),
+            batching=batching,
+            retain_bytes=_retain_bytes(config),
+        )
         self._pool = LinkPool(
             network,
             identity.peer_id,
@@ -444,13 +459,17 @@ class ServingNode:
         if path is PathKind.STREAM:
             self._pool.reconsider(peer, [f"/p2p/{peer}"])
 
-    async def leave(self) -> None:
-        """Withdraws the record, finishes or hands back what runs, closes everything."""
+    async def leave(self, hurry: asyncio.Event | None = None) -> None:
+        """Withdraws the record, serves until users have gone elsewhere or the grace is over, closes everything.
+
+        Args:
+            hurry: ends the grace when it is set.
+        """
         log.info("leaving", sessions=len(self._admission.sessions))
         self._life.leaving()
         self._admission.draining = True
         withdrawn = asyncio.ensure_future(self._discovery.withdraw(self._signed_record(leaving=True)))
-        await self._server.drain(timeout_s=DRAIN_S)
+        await self._server.drain(timeout_s=DRAIN_S, grace_s=self._config.drain_grace_s, hurry=hurry)
         await asyncio.wait((withdrawn,), timeout=DRAIN_S)
         if self.on_left is not None:
             await self.on_left()
@@ -501,6 +520,12 @@ class ServingNode:
     def _release_cached(self) -> None:
         for device in self._devices:
             release_cached_memory(device)
+    def hand_over(self, reason: PauseReason, grace_s: float) -> None:
+        self._server.hand_over(grace_s=grace_s, reason=reason.in_words, code=reason.value)
+
+    def stay(self) -> None:
+        self._server.stay()
+
 
     async def publish(self) -> None:
         if self._admission.paused is None:

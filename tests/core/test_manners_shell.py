@@ -27,6 +27,13 @@ class Node:
     told: list[str] = field(default_factory=list)
     swarm_is_slow: bool = False
     num_steps_on_their_way: int = 0
+    handed_over: list[tuple[PauseReason, float]] = field(default_factory=list)
+
+    def hand_over(self, reason: PauseReason, grace_s: float) -> None:
+        self.handed_over.append((reason, grace_s))
+
+    def stay(self) -> None:
+        self.handed_over.clear()
 
     def refuse(self, reason: str | None) -> None:
         self.refusal = reason
@@ -98,10 +105,23 @@ async def test_sessions_go_on_until_the_grace_ends() -> None:
         life.pause(at_once=False)
         clock.now += PAUSE_GRACE_S - 1
         assert life.state().ends_in_s == 1.0
+        assert node.handed_over == [(PauseReason.OPERATOR, PAUSE_GRACE_S)]
         await until(lambda: node.told == ["withdraw"])
         clock.now += 1
         await until(lambda: node.told == ["withdraw", "end 2", "release"])
         assert life.state().ends_in_s is None
+
+
+async def test_sessions_are_handed_over_by_a_node_that_pauses_and_may_stay_when_it_resumes() -> None:
+    node = Node(num_sessions=2)
+    async with running(node) as (life, _):
+        life.pause(at_once=False)
+        assert node.handed_over == [(PauseReason.OPERATOR, PAUSE_GRACE_S)]
+        life.resume()
+        assert node.handed_over == []
+        life.pause(at_once=True)
+        assert node.handed_over == []  # no time is left for it
+        assert node.told == ["end 2", "release"]
 
 
 async def test_memory_is_released_when_the_last_session_ends_by_itself() -> None:

@@ -6,8 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion_node.daemon.memory_plan import KV_SHARE, WEIGHTS_SHARE, WORKING_BYTES, Bound, MemoryPlan, place_layers
-from fusion_node.errors import ResourceExhausted
+from fusion_node.cli.options import parse_size_or_none
+from fusion_node.daemon.memory_plan import (
+    KV_SHARE,
+    MAX_RETAIN_BYTES,
+    WEIGHTS_SHARE,
+    WORKING_BYTES,
+    Bound,
+    MemoryPlan,
+    place_layers,
+    retain_budget,
+)
+from fusion_node.errors import ConfigError, ResourceExhausted
 from fusion_node.types import LayerRange
 
 MIB = 2**20
@@ -121,3 +131,20 @@ def test_layers_are_placed_in_order_and_in_proportion_to_what_each_device_holds(
         assert total == 0 or abs((0 if place is None else len(place)) - share) <= 1.0
         # What fits in all fits on each.
         assert total < length or place is None or len(place) <= capacity
+
+
+def test_rows_that_were_handed_on_get_a_sixteenth_of_what_is_free_within_the_bounds() -> None:
+    assert retain_budget(8 * 2**30) == 2**29
+    assert retain_budget(64 * 2**30) == MAX_RETAIN_BYTES
+    assert retain_budget(0) == 0
+    room = 160 * MIB
+    assert retain_budget(8 * 2**30, Bound("--max-ram", WORKING_BYTES + 300 * MIB + room, 300 * MIB)) == 10 * MIB
+    assert retain_budget(8 * 2**30, Bound("--max-ram", 100 * MIB, 300 * MIB)) == 0
+
+
+def test_operator_may_have_no_row_kept() -> None:
+    assert parse_size_or_none(" 0 ") == 0
+    assert parse_size_or_none("500MiB") == 500 * MIB
+    for text in ("", "-1", "0MiB", "00"):
+        with pytest.raises(ConfigError):
+            parse_size_or_none(text)
