@@ -57,6 +57,13 @@ class LayerRange:
                 f"use a range within 0:{num_layers}"
             )
 
+    def without(self, other: LayerRange | None) -> list[LayerRange]:
+        """The parts of this range that lie outside another one, in order."""
+        if other is None or other.stop <= self.start or self.stop <= other.start:
+            return [self]
+        parts = [(self.start, other.start), (other.stop, self.stop)]
+        return [LayerRange(start, stop) for start, stop in parts if start < stop]
+
     def __len__(self) -> int:
         return self.stop - self.start
 

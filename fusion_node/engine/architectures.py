@@ -8,7 +8,7 @@ below, and every row is proven by tests/engine/test_parity.py, which also writes
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -224,6 +224,23 @@ def keep_layers(model: PreTrainedModel, config: PretrainedConfig, layers: LayerR
     if switch is not None:
         setattr(kept.config, switch, False)
     return kept
+
+
+def join_layers(models: Sequence[PreTrainedModel], config: PretrainedConfig, layers: LayerRange) -> PreTrainedModel:
+    """A model that shares everything with several parts of one, and has these of their layers.
+
+    Raises:
+        InvalidLayers: none of them has one of the layers, or the range cannot begin where it does.
+    """
+    resident = {name: module for model in reversed(models) for name, module in model.layers._modules.items()}
+    missing = [layer for layer in range(layers.start, layers.stop) if str(layer) not in resident]
+    if missing:
+        raise InvalidLayers(f"layer {missing[0]} of {layers} is not resident")
+    joined = copy.copy(models[0])
+    joined._modules = dict(models[0]._modules)
+    joined.layers = torch.nn.ModuleList()
+    joined.layers._modules.update(resident)
+    return keep_layers(joined, config, layers)
 
 
 def build_boundary(

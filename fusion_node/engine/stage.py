@@ -14,7 +14,14 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from fusion_node.engine import f16r32
-from fusion_node.engine.architectures import ARCHITECTURES, build_layers, first_layers, keep_layers, load_config
+from fusion_node.engine.architectures import (
+    ARCHITECTURES,
+    build_layers,
+    first_layers,
+    join_layers,
+    keep_layers,
+    load_config,
+)
 from fusion_node.engine.attention import KVReader, PackedBatch, Segment
 from fusion_node.engine.device import memory_errors
 from fusion_node.engine.kv_cache import KVLayout, KVPool, LayoutProbe, bytes_per_slot
@@ -103,6 +110,32 @@ class Stage:
             numerics=numerics,
             device=device,
             num_weight_bytes=num_bytes,
+            layer_idx_base=layers.start,
+        )
+
+    def moved(self, source: TensorSource, layers: LayerRange, *, on_tensor: OnTensor | None = None) -> Stage:
+        """A stage of other layers of the same model, on the same device.
+
+        What this stage has of them is shared, not read and not held a second time. Layers that only this one has are
+        freed when it is given up, so that for as long as both are there both can be used.
+
+        Raises:
+            InvalidLayers, ResourceExhausted, StoreCorrupted: as ``load``.
+        """
+        loaded = [
+            Stage.load(source, missing, numerics=self.numerics, device=self.device, on_tensor=on_tensor)
+            for missing in layers.without(self.layers)
+        ]
+        num_kept = len(layers) - sum(len(stage.layers) for stage in loaded)
+        num_bytes = self.num_weight_bytes * num_kept // len(self.layers)
+        models = [stage._model for stage in ([self] if num_kept else []) + loaded]
+        return Stage(
+            join_layers(models, self._config, layers),
+            config=self._config,
+            layers=layers,
+            numerics=self.numerics,
+            device=self.device,
+            num_weight_bytes=num_bytes + sum(stage.num_weight_bytes for stage in loaded),
             layer_idx_base=layers.start,
         )
 
