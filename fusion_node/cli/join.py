@@ -19,13 +19,14 @@ from fusion_node.cli.options import (
     PuzzleBits,
     SwarmKeyFile,
     Threads,
+    parse_price,
     parse_rate,
     parse_size,
-)
     parse_size_or_none,
+)
 from fusion_node.daemon.config import DEFAULT_LISTEN, NodeConfig
-from fusion_node.types import LayerRange
 from fusion_node.daemon.manners_core import PAUSE_GRACE_S
+from fusion_node.types import LayerRange
 
 if TYPE_CHECKING:
     from fusion_node.daemon.serving_node import ReadyNode
@@ -78,7 +79,6 @@ def join(
         int | None,
         typer.Option(metavar="SIZE", parser=parse_size, help="Memory for all sessions' KV; a quarter of what is free."),
     ] = None,
-    max_ram: Annotated[
     retain_memory: Annotated[
         int | None,
         typer.Option(
@@ -88,6 +88,7 @@ def join(
             "of what is free, 1 GiB at most. 0 keeps none.",
         ),
     ] = None,
+    max_ram: Annotated[
         int | None,
         typer.Option(
             metavar="SIZE",
@@ -115,6 +116,15 @@ def join(
         ),
     ] = None,
     operator: Annotated[str, typer.Option(help="A name under which you want to be known.")] = "",
+    region: Annotated[str, typer.Option(help="Where the node stands, as eu-west or de: users may ask for it.")] = "",
+    price: Annotated[
+        float | None,
+        typer.Option(
+            metavar="PRICE",
+            parser=parse_price,
+            help="What you ask for a million positions in one layer, in your swarm's unit: a tag, nothing is paid.",
+        ),
+    ] = None,
     relay: Annotated[
         bool, typer.Option("--relay", help="Carry connections for nodes that cannot be dialled, sealed and unreadable.")
     ] = False,
@@ -128,6 +138,12 @@ def join(
     puzzle_bits: PuzzleBits = None,
     mdns: Mdns = True,
     home: Home = None,
+    drain_grace: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", min=0.0, help="How long users have to go elsewhere when the node stops or is paused."
+        ),
+    ] = PAUSE_GRACE_S,
     until_stdin_ends: Annotated[
         bool, typer.Option("--until-stdin-ends", help="Leave when standard input ends: with whoever started the node.")
     ] = False,
@@ -138,12 +154,6 @@ def join(
     configure_logs(log_format, verbose=verbose)
     config = NodeConfig(
         model=model,
-    drain_grace: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS", min=0.0, help="How long users have to go elsewhere when the node stops or is paused."
-        ),
-    ] = PAUSE_GRACE_S,
         layers=None if layers is None else LayerRange.parse(layers),
         peers=tuple(peer or ()),
         listen=listen,
@@ -154,6 +164,7 @@ def join(
         numerics=numerics,
         threads=threads,
         kv_memory_bytes=kv_memory,
+        retain_memory_bytes=retain_memory,
         max_ram_bytes=max_ram,
         max_vram_bytes=max_vram,
         max_upload_Bps=max_upload,
@@ -164,9 +175,11 @@ def join(
         mdns=mdns,
         is_private=private,
         swarm_key_path=swarm_key,
-        retain_memory_bytes=retain_memory,
         allow_path=allow,
         operator=operator,
+        region=region,
+        price=price or 0.0,
+        drain_grace_s=drain_grace,
         puzzle_bits=puzzle_bits,
     )
     from fusion_node.daemon.node import run_node
@@ -177,9 +190,6 @@ def join(
 def _tell(node: ReadyNode) -> None:
     structlog.get_logger(__name__).info(
         "ready",
-        region=region,
-        price=price or 0.0,
-        drain_grace_s=drain_grace,
         peer=node.peer,
         layers=str(node.layers),
         data=list(node.data_addresses),

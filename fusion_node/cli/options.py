@@ -173,6 +173,21 @@ def parse_rate(text: str) -> float:
     raise ConfigError(f"{text!r} is not a rate of at least 8kbit: write for example 10Mbit or 2MB, per second")
 
 
+def parse_price(text: str) -> float:
+    """Reads a price tag.
+
+    Raises:
+        ConfigError: it is not a number from 0 to 1e9.
+    """
+    try:
+        price = float(text)
+    except ValueError:
+        price = -1.0
+    if not 0.0 <= price <= MAX_PRICE:
+        raise ConfigError(f"{text!r} is not a price: write a number from 0 to 1e9, for example 0.5")
+    return price
+
+
 def user_rules(
     allow: Sequence[str] | None,
     deny: Sequence[str] | None,

@@ -224,8 +224,6 @@ def _bound(config: NodeConfig, device: Device) -> Bound | None:
     return Bound("--max-ram" if on_cpu else "--max-vram", max_bytes, process_memory_bytes(device))
 
 
-def _tell_bounds_without_effect(config: NodeConfig, device: Device) -> None:
-    on_cpu = device.type == "cpu"
 def _retain_bytes(config: NodeConfig) -> int:
     """For rows that were handed on, which lie in the machine's memory whatever computes."""
     if config.retain_memory_bytes is not None:
@@ -234,6 +232,8 @@ def _retain_bytes(config: NodeConfig) -> int:
     return retain_budget(free_memory_bytes(cpu), _bound(config, cpu))
 
 
+def _tell_bounds_without_effect(config: NodeConfig, device: Device) -> None:
+    on_cpu = device.type == "cpu"
     if (config.max_vram_bytes if on_cpu else config.max_ram_bytes) is not None:
         flag = "--max-vram" if on_cpu else "--max-ram"
         log.warning("a flag has no effect on this device", flag=flag, device=describe_device(device))
@@ -504,6 +504,12 @@ class ServingNode:
         self._admission.paused = reason
         self._record_made_at = -math.inf  # whoever asks for the record is told at once
 
+    def hand_over(self, reason: PauseReason, grace_s: float) -> None:
+        self._server.hand_over(grace_s=grace_s, reason=reason.in_words, code=reason.value)
+
+    def stay(self) -> None:
+        self._server.stay()
+
     def end_sessions(self, reason: PauseReason) -> None:
         self._server.end_all(reason.value, reason.in_words)
 
@@ -520,12 +526,6 @@ class ServingNode:
     def _release_cached(self) -> None:
         for device in self._devices:
             release_cached_memory(device)
-    def hand_over(self, reason: PauseReason, grace_s: float) -> None:
-        self._server.hand_over(grace_s=grace_s, reason=reason.in_words, code=reason.value)
-
-    def stay(self) -> None:
-        self._server.stay()
-
 
     async def publish(self) -> None:
         if self._admission.paused is None:

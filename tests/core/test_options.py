@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusion_node.cli.options import parse_rate, parse_size
+from fusion_node.cli.options import parse_price, parse_rate, parse_size
 from fusion_node.errors import ConfigError
 
 
@@ -54,3 +54,14 @@ def test_rate_is_read(text: str, rate_Bps: float) -> None:
 def test_text_that_is_no_rate_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError, match="10Mbit"):
         parse_rate(text)
+
+
+@pytest.mark.parametrize(("text", "price"), [("0", 0.0), ("0.25", 0.25), ("1e9", 1e9)])
+def test_price_is_read(text: str, price: float) -> None:
+    assert parse_price(text) == price
+
+
+@pytest.mark.parametrize("text", ["", "free", "nan", "inf", "-1", "1e10"])
+def test_text_that_is_no_price_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"for example 0\.5"):
+        parse_price(text)
