@@ -38,6 +38,9 @@ MAX_USEFUL_ERROR = 0.7
 DETOUR = 2.0
 """By so much a leg may break the triangle with the user's own round trips to its ends: real paths do, by less."""
 
+NOISE_S = 0.005
+"""In the user's own round trips: what a busy machine adds. Less of a difference between two says nothing."""
+
 LOCATE_PASSES = 8
 """Over all measured nodes, until the user's own coordinate stands still."""
 
@@ -117,12 +120,12 @@ class SwarmTopology:
         """
         first_s = np.array([self._own_s.get(peer, math.nan) for peer in senders])[:, None]
         second_s = np.array([self._own_s.get(peer, math.nan) for peer in receivers])[None, :]
-        sum_s, apart_s = first_s + second_s, np.abs(first_s - second_s)
+        sum_s, least_s = first_s + second_s, (np.abs(first_s - second_s) - NOISE_S) / DETOUR
         said_s = self._said(senders, receivers)
         said_s = np.where(np.isnan(said_s), self._predicted(senders, receivers), said_s)
         # Comparisons with NaN are false: where the user has measured neither or one of both, nothing is bounded.
         with np.errstate(invalid="ignore"):
-            said_s = np.where(said_s < apart_s / DETOUR, apart_s / DETOUR, said_s)
+            said_s = np.where(said_s < least_s, least_s, said_s)
             said_s = np.where(said_s > DETOUR * sum_s, DETOUR * sum_s, said_s)
         said_s = np.clip(said_s, MIN_ROUND_TRIP_S, MAX_ROUND_TRIP_S)
         bound_s = np.where(np.isnan(sum_s), UNKNOWN_ROUND_TRIP_S, sum_s / 2)
@@ -201,7 +204,8 @@ class SwarmTopology:
         first, second = self._own_s.get(one), self._own_s.get(other)
         if first is None or second is None:
             return _round_trip(seconds)
-        return _round_trip(min(max(seconds, abs(first - second) / DETOUR), DETOUR * (first + second)))
+        least_s = (abs(first - second) - NOISE_S) / DETOUR
+        return _round_trip(min(max(seconds, least_s), DETOUR * (first + second)))
 
     def _rate(self, sender: PeerId | None, receiver: PeerId | None) -> float | None:
         limits = [self._up(sender), self._down(receiver)]

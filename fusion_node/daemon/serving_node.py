@@ -19,10 +19,12 @@ from fusion_node.daemon.life import NodeLife
 from fusion_node.daemon.manners_core import PauseReason
 from fusion_node.daemon.memory_plan import MIN_KV_POSITIONS, Bound, MemoryPlan, place_layers, retain_budget
 from fusion_node.daemon.network_examiner import NetworkExaminer
+from fusion_node.daemon.pace_core import Pace, PacedBatching
 from fusion_node.daemon.server import NodeServer
+from fusion_node.daemon.surveyor import Surveyor
 from fusion_node.daemon.swarm_view import SwarmView
 from fusion_node.engine.architectures import first_layers, load_config
-from fusion_node.engine.batching_core import MAX_DECODE_ROWS, MAX_ROWS, BatchingCore
+from fusion_node.engine.batching_core import MAX_DECODE_ROWS, MAX_ROWS
 from fusion_node.engine.device import (
     Device,
     choose_devices,
@@ -39,7 +41,7 @@ from fusion_node.engine.numerics import numerics_class
 from fusion_node.engine.quantized import expected_bytes
 from fusion_node.engine.shard_engine import ShardEngine
 from fusion_node.engine.stage import Stage
-from fusion_node.errors import FusionError, ResourceExhausted
+from fusion_node.errors import FusionError, LocalProtocolError, ResourceExhausted
 from fusion_node.store import StoredModel
 from fusion_node.types import LayerRange, PeerId
 from p2p.compression import FEATURE
@@ -318,7 +320,7 @@ class ServingNode:
         self._config = config
         self._identity = identity
         self._model = shard.model
-        self._seconds_per_layer = shard.seconds_per_layer
+        self._pace = Pace(shard.seconds_per_layer)
         self._discovery = discovery
         self._life = life
         self._kv_budget_bytes = shard.kv_budget_bytes
@@ -326,7 +328,7 @@ class ServingNode:
         self._releasing: asyncio.Future[None] | None = None
         self._engine = engine = ShardEngine(shard.stages, kv_budget_bytes=shard.kv_budget_bytes)
         self._devices = [stage.device for stage in shard.stages]
-        batching = BatchingCore()
+        batching = PacedBatching(self._pace)
         for num_rows, seconds in shard.forwards:
             batching.learn(engine.layers, num_rows, seconds)
         self._admission = admission = Admission(
@@ -364,6 +366,18 @@ class ServingNode:
             features=(FEATURE,),
         )
         self._server.attach(self._pool)
+        if self._server.bandwidth is None:
+            raise LocalProtocolError("the server has links, and so measures bandwidth")
+        self._surveyor = Surveyor(
+            identity.peer_id,
+            self._pool,
+            self._server.bandwidth,
+            discovery.table,
+            model_id=self._model.model_id,
+            own=lambda: None if self._admission.paused is not None else self._engine.layers,
+            is_idle=lambda: not self._admission.sessions and self._admission.paused is None,
+            is_needed=lambda peer: bool(self._admission.touching(peer)),
+        )
         discovery.on_path.append(self._path_changed)
         loop = asyncio.get_running_loop()
         # Not from within what the pool is doing when it reports a breach.
@@ -404,15 +418,16 @@ class ServingNode:
         device = self._devices[0]
         watch = await asyncio.to_thread(open_watch, device.type, uuid=device_uuid(device), wanted=self._config.back_off)
         manners = asyncio.create_task(self._life.manners.run(watch))
+        surveying = asyncio.create_task(self._surveyor.run())
         addresses = asyncio.create_task(self._announce_changed_addresses())
         try:
-            await self._serve(stop, manners)
+            await self._serve(stop, (manners, surveying))
         finally:
-            manners.cancel()
-            addresses.cancel()
-            await asyncio.gather(manners, addresses, return_exceptions=True)
+            for task in (manners, surveying, addresses):
+                task.cancel()
+            await asyncio.gather(manners, surveying, addresses, return_exceptions=True)
 
-    async def _serve(self, stop: asyncio.Event, manners: asyncio.Task[None]) -> None:
+    async def _serve(self, stop: asyncio.Event, beside: Sequence[asyncio.Task[None]]) -> None:
         announcing: asyncio.Task[None] | None = None
         next_announce = time.monotonic() + ANNOUNCE_INTERVAL_S
         while not stop.is_set():
@@ -425,8 +440,9 @@ class ServingNode:
             if self._saving is None or self._saving.done():
                 self._saving = asyncio.create_task(self._gate.save())
             self._mind_bound()
-            if manners.done():
-                manners.result()  # raises: it never ends by itself
+            for task in beside:
+                if task.done():
+                    task.result()  # raises: it never ends by itself
             if time.monotonic() >= next_announce and self._admission.paused is None:
                 next_announce = time.monotonic() + ANNOUNCE_INTERVAL_S
                 # Beside the loop: a slow swarm must not keep leases from ending, nor the node from stopping.
@@ -562,7 +578,7 @@ class ServingNode:
         return self._record
 
     def _signed_record(self, *, leaving: bool = False) -> bytes:
-        now = time.time()
+        now, measured_at = time.time(), time.monotonic()
         # Above the last one even when the clock was set back or a restart took less than a millisecond.
         self._last_sequence = max(self._last_sequence + 1, int(now * 1000))
         shard = ShardRecord(
@@ -572,10 +588,12 @@ class ServingNode:
             stop=self._engine.layers.stop,
             num_layers=self._model.num_layers,
             numerics=self._engine.numerics,
-            seconds_per_layer=self._seconds_per_layer,
+            seconds_per_layer=self._pace.seconds_per_layer(measured_at),
             kv_free_tokens=min(self._admission.free_positions, _MAX_CLAIMED_BYTES),
             quantization=self._model.quantization,
+            queue_s=self._pace.queue_s(measured_at),
         )
+        up_Bps, down_Bps = self._surveyor.rates_Bps(self._config.max_upload_Bps)
         data_addresses, libp2p_addresses = self._announced_addresses()
         record = NodeRecord(
             version=PROTOCOL_VERSION,
@@ -593,5 +611,11 @@ class ServingNode:
             operator=self._config.operator[:96],
             puzzle=self._puzzle,
             is_relay=self._config.relay,
+            round_trips=self._surveyor.round_trips(),
+            coordinate=self._surveyor.coordinate(),
+            up_Bps=up_Bps,
+            down_Bps=down_Bps,
+            region=self._config.region[:96],
+            price=self._config.price,
         )
         return sign_record(record, self._identity)

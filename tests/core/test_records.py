@@ -21,10 +21,12 @@ from p2p.records import (
     MAX_PLAN_BYTES,
     MAX_RECORD_BYTES,
     PROTOCOL_VERSION,
+    CoordinateRecord,
     NodeRecord,
     Plan,
     RecordTable,
     Refusal,
+    RoundTrip,
     dialled_at,
     open_plan,
     open_record,
@@ -110,6 +112,61 @@ def test_record_that_breaks_a_rule_is_refused_and_counted(envelope: bytes, why: 
     assert table.receive(envelope, now=later(1)) is why
     assert table.refused == {why: 1}
     assert table.live(now=later(1)) == []
+
+
+MEASURED = {
+    "round_trips": tuple(RoundTrip(bytes([number] * 8), 0.0123456) for number in range(8)),
+    "coordinate": CoordinateRecord((0.012345, -0.023456, 0.034567), 0.004321, 0.123),
+    "up_Bps": 1_234_567,
+    "down_Bps": 12_345_678,
+    "region": "eu-west",
+    "price": 0.25,
+}
+
+
+def test_what_a_node_has_measured_is_told_in_a_record_of_about_a_kilobyte() -> None:
+    public = {
+        "data_addresses": ("198.51.100.23:4601", "[2001:db8:0:1:2:3:4:5]:4601"),
+        "libp2p_addresses": ("/ip4/198.51.100.23/tcp/4600", "/ip6/2001:db8:0:1:2:3:4:5/tcp/4600"),
+        "operator": "some volunteer",
+    }
+    envelope = record(**public, **MEASURED)
+
+    opened = open_record(envelope, now=later(1))
+    assert isinstance(opened, NodeRecord)
+    assert {name: getattr(opened, name) for name in MEASURED} == MEASURED
+    assert len(envelope) < 1024
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf"), -1.0, 1e12])
+@pytest.mark.parametrize("where", ["speed", "queue", "round trip", "vector", "height", "error", "price"])
+def test_a_number_that_is_none_or_beyond_its_bounds_makes_a_record_malformed(number: float, where: str) -> None:
+    shard = RECORD.shards[0]
+    changes: dict[str, Any] = {
+        "speed": {"shards": (msgspec.structs.replace(shard, seconds_per_layer=(0.1, number, 0.1)),)},
+        "queue": {"shards": (msgspec.structs.replace(shard, queue_s=number),)},
+        "round trip": {"round_trips": (RoundTrip(b"12345678", number),)},
+        "vector": {"coordinate": CoordinateRecord((0.0, 1e4 * number, 0.0), 0.0, 0.1)},
+        "height": {"coordinate": CoordinateRecord((0.0, 0.0, 0.0), number, 0.1)},
+        "error": {"coordinate": CoordinateRecord((0.0, 0.0, 0.0), 0.0, number)},
+        "price": {"price": number},
+    }
+    assert open_record(record(**changes[where]), now=later(1)) is Refusal.MALFORMED
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"round_trips": (RoundTrip(b"1234567", 0.1),)},
+        {"round_trips": (RoundTrip(b"12345678", 0.1),) * 17},
+        {"coordinate": CoordinateRecord((0.0,) * 5, 0.0, 0.1)},
+        {"up_Bps": -1},
+        {"down_Bps": 2**53 + 1},
+        {"region": "x" * 97},
+    ],
+)
+def test_a_measured_field_of_the_wrong_shape_makes_a_record_malformed(changes: dict[str, Any]) -> None:
+    assert open_record(record(**changes), now=later(1)) is Refusal.MALFORMED
 
 
 @pytest.mark.parametrize(
