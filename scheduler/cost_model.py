@@ -9,8 +9,9 @@ A prompt goes in chunks that follow one another through the stages, as jobs go t
 ``m`` equal chunks the last one is through after one chunk's time on every stage and leg, and ``m - 1`` times that on
 the slowest of them.
 
-When many sessions share a route, its slowest stage or leg limits all of them: each forward then serves the steps of
-``concurrency`` sessions, and a leg carries their payloads one after another.
+When ``concurrency`` sessions share a route, its slowest stage or leg limits all of them: each forward then serves the
+steps of all, and a leg carries their payloads one after another. A long way limits them too: each session has one step
+under way at a time.
 
 What is still ugly: a layer is taken to cost the same whatever length of context it attends to, and rows of the prompt's
 last chunk are spread over all chunks.
@@ -144,6 +145,7 @@ class RouteCost:
         legs: one more than there are stages: legs[k] leads to stage k, and the last one to the user.
         user_step_s: the user's own part of a step.
         tokens_per_step: that a step commits on average.
+        concurrency: sessions that share the route when it is full.
         opening_s: until all stages have answered that the session is open, before anything is sent.
         time_to_first_token_s: from the open session until the first token is chosen; with the prompt's chunks in flight
             together. Without a prompt, that of one step.
@@ -153,6 +155,7 @@ class RouteCost:
     stages: tuple[StageCost, ...]
     user_step_s: float
     tokens_per_step: float
+    concurrency: int
     opening_s: float
     time_to_first_token_s: float
 
@@ -173,13 +176,16 @@ class RouteCost:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all sessions together, when the route is full."""
-        return self.tokens_per_step / self.bottleneck_s
+        """Of ``concurrency`` sessions together: what the slowest stage or leg lets through, and no more than as many
+        sessions as there are can ask for."""
+        return self.tokens_per_step / max(self.bottleneck_s, self.seconds_per_step / self.concurrency)
 
     @property
     def bottleneck(self) -> str:
-        """Which one that is, for people: ``stage 2``, ``leg to stage 1`` or ``leg to the user``."""
+        """What limits tokens_per_s, for people: ``stage 2``, ``leg to stage 1``, ``round trip``."""
         slowest = self.bottleneck_s
+        if slowest < self.seconds_per_step / self.concurrency:
+            return "round trip"
         for number, stage in enumerate(self.stages, 1):
             if stage.busy_s == slowest:
                 return f"stage {number}"
@@ -221,6 +227,7 @@ def route_cost(stages: Sequence[tuple[Candidate, RouteStage]], legs: Legs, workl
         stages=tuple(stage_costs),
         user_step_s=workload.user_step_s,
         tokens_per_step=workload.tokens_per_step,
+        concurrency=workload.concurrency,
         opening_s=max(
             (
                 legs.leg(None, peer).one_way_s + legs.leg(peer, None).one_way_s + 2 * MESSAGE_OVERHEAD_S

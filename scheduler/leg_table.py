@@ -32,16 +32,22 @@ class BulkLegs(Protocol):
         ...
 
 
-def bulk_legs(legs: Legs, senders: Sequence[PeerId], receivers: Sequence[PeerId]) -> tuple[Floats, Floats]:
-    """As BulkLegs.bulk_legs, of any legs."""
+def bulk_legs(
+    legs: Legs, senders: Sequence[PeerId], receivers: Sequence[PeerId], needed: npt.NDArray[np.bool_]
+) -> tuple[Floats, Floats]:
+    """As BulkLegs.bulk_legs, of any legs.
+
+    Args:
+        needed: [senders, receivers] of what pairs something has to be known; no way leads between the others.
+    """
     if isinstance(legs, BulkLegs):
-        return legs.bulk_legs(senders, receivers)
-    one_way_s = np.empty((len(senders), len(receivers)))
-    rate_Bps = np.full((len(senders), len(receivers)), np.inf)
-    for row, sender in enumerate(senders):
-        for column, receiver in enumerate(receivers):
-            leg = legs.leg(sender, receiver)
-            one_way_s[row, column] = leg.one_way_s
-            if leg.rate_Bps is not None:
-                rate_Bps[row, column] = leg.rate_Bps
+        one_way_s, rate_Bps = legs.bulk_legs(senders, receivers)
+        return np.where(needed, one_way_s, np.inf), rate_Bps
+    one_way_s = np.full(needed.shape, np.inf)
+    rate_Bps = np.full(needed.shape, np.inf)
+    for row, column in np.argwhere(needed).tolist():
+        leg = legs.leg(senders[row], receivers[column])
+        one_way_s[row, column] = leg.one_way_s
+        if leg.rate_Bps is not None:
+            rate_Bps[row, column] = leg.rate_Bps
     return one_way_s, rate_Bps

@@ -1,163 +1,140 @@
-"""Chooses which nodes serve which layers: the route with the lowest expected seconds per decoded token.
+"""Chooses which nodes serve which layers, and says why.
 
-Cost of a route: for every stage its round trip to the user, a fixed cost per hop, and its layers times its seconds per
-layer. Round trips between nodes are not measured yet; half the sum of two nodes' round trips to the user bounds the leg
-between them by the triangle inequality, and with that bound the legs of a loop user → stages → user add up to exactly
-one round trip per stage. Few stages and near nodes win.
+What a route costs is told by scheduler.cost_model, and what the user's rules are by scheduler.rules. A node may be
+entered and left at any layer that it holds, unless the model has layers that cannot stand in front (they use what a
+layer before them chose). The search (scheduler.route_search, scheduler.route_limits) is exact for a rule about single
+nodes; for rules about the whole route it is exact as long as its tries last, and otherwise says how much better a route
+could be at most. Of very many candidates the nearest and the fastest holders of each layer are searched.
 
-A node may be entered and left at any layer that it holds, unless the model has layers that cannot stand in front (they
-use what a layer before them chose); a node then counts with what lies between those that can. Since the cost of a stage
-is linear in its layers, an optimal route changes nodes only where some node's range starts or stops, so only those
-boundaries are searched (Dijkstra). A node appears at most once in a route; where that rule binds, the result may be
-slightly above the optimum.
+Guarantees: a route covers every layer once and keeps every rule, no peer is in it twice, and every candidate that is
+not in it is told why. The same input gives the same answer, in whatever order the candidates come.
 """
 
 from __future__ import annotations
 
-import heapq
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from fusion_node.types import LayerRange, PeerId
+from scheduler.cost_model import MESSAGE_OVERHEAD_S, Workload, payload_s, route_cost, seconds_per_layer
+from scheduler.leg_table import Floats, bulk_legs
+from scheduler.plans import Alternate, Avoid, Objective, Planned, Reason, Rejection, Uncovered
+from scheduler.route_limits import Breach, Limits, Outcome, best_within
+from scheduler.route_search import Bools, Budget, Costs, Goal, Space, Stretch, Through, through
+from scheduler.rules import Rules
+from scheduler.topology import Candidate, Leg, Legs, RouteStage, Speed
 
-HOP_COST_S = 0.002
-"""Seconds of framing and hand-over per stage on an idle machine; also breaks ties towards fewer stages."""
+MAX_CANDIDATES = 512
+"""That are searched: the legs among twice as many take four times as long to add up."""
 
-MIN_SECONDS_PER_LAYER = 1e-6
-"""No claim of speed is believed below this: a claim of nothing must not attract everybody."""
+BUDGET = 300_000_000
+"""Additions for a route, and as many for its alternates together: about a third of a second each, and seldom needed."""
 
+_TIE_S = 1e-9
+"""Per stage: of routes that cost the same, the one with fewer stages."""
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A node as the planner sees it.
-
-    Attributes:
-        layers: what it holds.
-        round_trip_s: measured by the user.
-        seconds_per_layer: announced, for one decoded token.
-        kv_free_positions: announced room for a new session.
-    """
-
-    peer: PeerId
-    layers: LayerRange
-    round_trip_s: float
-    seconds_per_layer: float
-    kv_free_positions: int
-
-
-@dataclass(frozen=True, slots=True)
-class RouteStage:
-    """One stage of a route."""
-
-    peer: PeerId
-    layers: LayerRange
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """Stages in order, covering every layer once, and the seconds that one decoded token is expected to take."""
-
-    stages: tuple[RouteStage, ...]
-    seconds_per_token: float
-
-
-@dataclass(frozen=True, slots=True)
-class Uncovered:
-    """No route: these layers are held by no node, or only by nodes without room.
-
-    Attributes:
-        layers: ranges that no usable node holds.
-        without_room: ranges among them that a node holds which lacks KV memory for the session.
-    """
-
-    layers: tuple[LayerRange, ...]
-    without_room: tuple[LayerRange, ...]
+_ANY_RULES = Rules()
+_NOBODY = Avoid()
 
 
 def plan_route(
     candidates: Iterable[Candidate],
+    legs: Legs,
     *,
     num_layers: int,
-    num_positions: int,
+    workload: Workload,
+    objective: Objective = Objective.LATENCY,
+    rules: Rules = _ANY_RULES,
     first_layers: Collection[int] | None = None,
-) -> Route | Uncovered:
-    """The cheapest route over ``[0, num_layers)`` for a session of ``num_positions`` KV positions.
+    pinned: Sequence[RouteStage] = (),
+    avoid: Avoid = _NOBODY,
+    is_explained: bool = True,
+    max_candidates: int = MAX_CANDIDATES,
+) -> Planned | Uncovered:
+    """The best route over ``[0, num_layers)``.
 
     Args:
+        candidates: ranges of one peer that touch or overlap count as one range, as slow as the slower.
         first_layers: at which a stage may begin; None: at any.
+        pinned: stages that the route has to have, as they are. They are asked neither for room nor whether the rules on
+            single nodes allow them, and need not be among the candidates; the rules on whole routes count them.
+        is_explained: False leaves out alternates, reasons and rejections, which take about as long as the route.
+        max_candidates: that are searched.
     """
-    known = _merge([c for c in candidates if c.layers.stop <= num_layers])
-    if first_layers is not None:
-        known = _cut(known, sorted({*first_layers, num_layers}))
-    usable = [c for c in known if c.kv_free_positions >= num_positions]
-    missing = uncovered_layers([c.layers for c in usable], num_layers)
-    if missing:
-        held = uncovered_layers([c.layers for c in known], num_layers)
-        held_layers = {layer for r in held for layer in range(r.start, r.stop)}
-        full = [layer for r in missing for layer in range(r.start, r.stop) if layer not in held_layers]
-        return Uncovered(tuple(missing), tuple(as_ranges(full)))
-    return _shortest(usable, num_layers) or Uncovered((LayerRange(0, num_layers),), ())
+    ask = _Ask(legs, num_layers, workload, objective, rules, first_layers, tuple(pinned), avoid, max_candidates)
+    field = _field(ask, candidates)
+    gap = _gap(ask, field)
+    if gap is not None:
+        return gap if is_explained else replace(gap, rejections=())
+    board = _Board(ask, field)
+    outcome = board.search()
+    if outcome.found is None:
+        # Every layer is held by somebody, and yet no way leads through all of them that keeps the rules.
+        return Uncovered(
+            (LayerRange(0, num_layers),),
+            rejections=board.rejections((), None) if is_explained else (),
+            is_proven=outcome.is_proven and not field.unsearched,
+        )
+    stretches = outcome.found.stretches
+    route = board.stages(stretches)
+    alternates = board.alternates(stretches, outcome.found.value) if is_explained else ()
+    return Planned(
+        route=route,
+        cost=route_cost(
+            [(board.nodes[s.node], stage) for s, stage in zip(stretches, route, strict=True)], legs, workload
+        ),
+        alternates=alternates,
+        reasons=board.reasons(stretches, alternates) if is_explained else (),
+        rejections=board.rejections(stretches, outcome.found.value) if is_explained else (),
+        is_optimal=outcome.is_proven and not field.unsearched,
+        gap_s=0.0 if outcome.is_proven else max(outcome.found.value - outcome.bound, 0.0) * board.scale,
+        num_unsearched=len(field.unsearched),
+    )
 
 
-def uncovered_layers(ranges: Sequence[LayerRange], num_layers: int) -> list[LayerRange]:
+def plan_patch(
+    candidates: Iterable[Candidate],
+    legs: Legs,
+    route: Sequence[RouteStage],
+    lost: Collection[int],
+    *,
+    num_layers: int,
+    workload: Workload,
+    objective: Objective = Objective.LATENCY,
+    rules: Rules = _ANY_RULES,
+    first_layers: Collection[int] | None = None,
+    avoid: Avoid = _NOBODY,
+    is_explained: bool = False,
+    max_candidates: int = MAX_CANDIDATES,
+) -> Planned | Uncovered:
+    """A route with other nodes in the place of some stages; all others keep peer and layers.
+
+    Args:
+        lost: places of the stages to replace, whose peers are avoided. Neighbours among them are replaced together, by
+            one node or several.
+    """
+    return plan_route(
+        candidates,
+        legs,
+        num_layers=num_layers,
+        workload=workload,
+        objective=objective,
+        rules=rules,
+        first_layers=first_layers,
+        pinned=[stage for index, stage in enumerate(route) if index not in lost],
+        avoid=Avoid(avoid.peers | {route[index].peer for index in lost}, avoid.pairs),
+        is_explained=is_explained,
+        max_candidates=max_candidates,
+    )
+
+
+def uncovered_layers(ranges: Iterable[LayerRange], num_layers: int) -> list[LayerRange]:
     """The parts of ``[0, num_layers)`` that none of the ranges covers."""
     covered = {layer for r in ranges for layer in range(r.start, r.stop)}
     return as_ranges([layer for layer in range(num_layers) if layer not in covered])
-
-
-def _shortest(candidates: Sequence[Candidate], num_layers: int) -> Route | None:
-    boundaries = sorted({0, num_layers} | {b for c in candidates for b in (c.layers.start, c.layers.stop)})
-    queue: list[tuple[float, int, int, tuple[RouteStage, ...]]] = [(0.0, 0, 0, ())]
-    settled: set[int] = set()
-    counter = 0  # breaks ties in insertion order, so that the same input gives the same route
-    while queue:
-        cost_s, _, layer, stages = heapq.heappop(queue)
-        if layer == num_layers:
-            return Route(stages, cost_s)
-        if layer in settled:
-            continue
-        settled.add(layer)
-        used = {stage.peer for stage in stages}
-        for c in candidates:
-            if not c.layers.start <= layer < c.layers.stop or c.peer in used:
-                continue
-            for stop in boundaries:
-                if not layer < stop <= c.layers.stop:
-                    continue
-                part = LayerRange(layer, stop)
-                per_layer_s = max(c.seconds_per_layer, MIN_SECONDS_PER_LAYER)
-                step_s = HOP_COST_S + max(c.round_trip_s, 0.0) + len(part) * per_layer_s
-                counter += 1
-                heapq.heappush(queue, (cost_s + step_s, counter, stop, (*stages, RouteStage(c.peer, part))))
-    # Every layer is held by somebody, but a node of two separate ranges could be needed for both.
-    return None
-
-
-def _merge(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """One candidate per peer and stretch of layers: ranges of one peer that touch are one, as slow as the slower."""
-    merged: list[Candidate] = []
-    for c in sorted(candidates, key=lambda c: (c.peer, c.layers)):
-        last = merged[-1] if merged else None
-        if last is not None and last.peer == c.peer and c.layers.start <= last.layers.stop:
-            merged[-1] = replace(
-                last,
-                layers=LayerRange(last.layers.start, max(last.layers.stop, c.layers.stop)),
-                seconds_per_layer=max(last.seconds_per_layer, c.seconds_per_layer),
-                kv_free_positions=min(last.kv_free_positions, c.kv_free_positions),
-            )
-        else:
-            merged.append(c)
-    return merged
-
-
-def _cut(candidates: Iterable[Candidate], cuts: Sequence[int]) -> list[Candidate]:
-    """The candidates with what they hold from the first of the cuts to the last."""
-    kept = []
-    for c in candidates:
-        held = [cut for cut in cuts if c.layers.start <= cut <= c.layers.stop]
-        if len(held) > 1:
-            kept.append(replace(c, layers=LayerRange(held[0], held[-1])))
-    return kept
 
 
 def as_ranges(layers: Sequence[int]) -> list[LayerRange]:
@@ -169,3 +146,457 @@ def as_ranges(layers: Sequence[int]) -> list[LayerRange]:
         else:
             ranges.append(LayerRange(layer, layer + 1))
     return ranges
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """What a route is planned for."""
+
+    legs: Legs
+    num_layers: int
+    workload: Workload
+    objective: Objective
+    rules: Rules
+    first_layers: Collection[int] | None
+    pinned: tuple[RouteStage, ...]
+    avoid: Avoid
+    max_candidates: int
+
+    @property
+    def cuts(self) -> list[int]:
+        """Where a stage may begin or end."""
+        if self.first_layers is None:
+            return list(range(self.num_layers + 1))
+        ends = {edge for stage in self.pinned for edge in (stage.layers.start, stage.layers.stop)}
+        return sorted({0, *(c for c in self.first_layers if 0 <= c < self.num_layers), self.num_layers, *ends})
+
+    @property
+    def open_layers(self) -> set[int]:
+        """That no pinned stage serves."""
+        pinned = {layer for stage in self.pinned for layer in range(stage.layers.start, stage.layers.stop)}
+        return set(range(self.num_layers)) - pinned
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    """The candidates, sorted into those that may serve and those that may not.
+
+    Attributes:
+        usable: cut to what can be a stage. Pinned nodes are among them.
+        without_room, against_rules: as they would be usable otherwise.
+        rejections: of all that are not usable.
+        unsearched: usable ones that were left out because there were too many.
+    """
+
+    usable: tuple[Candidate, ...]
+    without_room: tuple[Candidate, ...]
+    against_rules: tuple[Candidate, ...]
+    rejections: tuple[Rejection, ...]
+    unsearched: tuple[Candidate, ...]
+
+
+def _field(ask: _Ask, candidates: Iterable[Candidate]) -> _Field:
+    cuts, open_layers = ask.cuts, ask.open_layers
+    pins = {stage.peer: stage for stage in ask.pinned}
+    known: dict[PeerId, Candidate] = {}
+    usable: list[Candidate] = []
+    without_room: list[Candidate] = []
+    against_rules: list[Candidate] = []
+    rejections: list[Rejection] = []
+
+    def reject(candidate: Candidate, reason: Reason, text: str) -> None:
+        rejections.append(Rejection(candidate.peer, candidate.layers, reason, text))
+
+    for candidate in _merge(candidates):
+        pin = pins.get(candidate.peer)
+        if pin is not None:
+            if candidate.layers.start <= pin.layers.start and pin.layers.stop <= candidate.layers.stop:
+                known[candidate.peer] = candidate
+            continue
+        cut = _cut(candidate, cuts, ask.num_layers)
+        if cut is None:
+            what = "no stage can begin there" if candidate.layers.stop <= ask.num_layers else "beyond the model"
+            reject(candidate, Reason.OUTSIDE, f"holds {candidate.layers}: {what}")
+        elif open_layers.isdisjoint(range(cut.layers.start, cut.layers.stop)):
+            reject(candidate, Reason.NOT_NEEDED, "the stages that stay serve all that it holds")
+        elif candidate.peer in ask.avoid.peers:
+            reject(candidate, Reason.AVOIDED, "failed or refused lately")
+        elif math.isinf(ask.legs.leg(None, candidate.peer).one_way_s + ask.legs.leg(candidate.peer, None).one_way_s):
+            reject(candidate, Reason.UNREACHABLE, "cannot be reached")
+        elif (rule := ask.rules.rejects(candidate)) is not None:
+            reject(candidate, Reason.RULE, rule)
+            against_rules.append(cut)
+        elif candidate.kv_free_positions < ask.workload.num_positions:
+            room = candidate.kv_free_positions
+            reject(candidate, Reason.NO_ROOM, f"has room for {room} of {ask.workload.num_positions} positions")
+            without_room.append(cut)
+        else:
+            usable.append(cut)
+    unsearched: list[Candidate] = []
+    if len(usable) > ask.max_candidates:
+        usable, unsearched = _most_promising(ask, usable)
+        for candidate in unsearched:
+            reject(candidate, Reason.NOT_SEARCHED, f"{ask.max_candidates} others are nearer or faster")
+    for stage in ask.pinned:
+        believed = known.get(stage.peer, Candidate(stage.peer, stage.layers, Speed(0.0, 0.0, 0.0), 0))
+        usable.append(replace(believed, layers=stage.layers))
+    usable.sort(key=lambda c: (c.peer, c.layers))
+    return _Field(tuple(usable), tuple(without_room), tuple(against_rules), tuple(rejections), tuple(unsearched))
+
+
+def _gap(ask: _Ask, field: _Field) -> Uncovered | None:
+    """The layers that no usable candidate holds, and why."""
+    missing = uncovered_layers([c.layers for c in field.usable], ask.num_layers)
+    if not missing:
+        return None
+
+    def among(held_by: Sequence[Candidate], but: Sequence[LayerRange] = ()) -> tuple[LayerRange, ...]:
+        held = {layer for c in held_by for layer in range(c.layers.start, c.layers.stop)}
+        held -= {layer for r in but for layer in range(r.start, r.stop)}
+        return tuple(as_ranges([layer for r in missing for layer in range(r.start, r.stop) if layer in held]))
+
+    without_room = among(field.without_room)
+    needed = [
+        Rejection(c.peer, c.layers, Reason.NO_WAY, "other layers are held by nobody that may serve them")
+        for c in field.usable
+        if c.peer not in {stage.peer for stage in ask.pinned}
+    ]
+    rejections = tuple(sorted([*field.rejections, *needed], key=lambda r: (r.peer, r.layers)))
+    return Uncovered(tuple(missing), without_room, among(field.against_rules, without_room), rejections)
+
+
+def _merge(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """One candidate per peer and stretch of layers: ranges of one peer that touch are one, as slow as the slower."""
+    merged: list[Candidate] = []
+    for c in sorted(candidates, key=lambda c: (c.peer, c.layers, c.kv_free_positions, c.queue_s, c.speed.rows_1_s)):
+        last = merged[-1] if merged else None
+        if last is not None and last.peer == c.peer and c.layers.start <= last.layers.stop:
+            merged[-1] = replace(
+                last,
+                layers=LayerRange(last.layers.start, max(last.layers.stop, c.layers.stop)),
+                speed=Speed(
+                    max(last.speed.rows_1_s, c.speed.rows_1_s),
+                    max(last.speed.rows_16_s, c.speed.rows_16_s),
+                    max(last.speed.rows_256_s, c.speed.rows_256_s),
+                ),
+                kv_free_positions=min(last.kv_free_positions, c.kv_free_positions),
+                queue_s=max(last.queue_s, c.queue_s),
+                price=max(last.price, c.price),
+            )
+        else:
+            merged.append(c)
+    return merged
+
+
+def _cut(candidate: Candidate, cuts: Sequence[int], num_layers: int) -> Candidate | None:
+    """The candidate with what it holds from the first of the cuts to the last; None when that is nothing."""
+    if candidate.layers.stop > num_layers:
+        return None
+    held = [cut for cut in cuts if candidate.layers.start <= cut <= candidate.layers.stop]
+    return replace(candidate, layers=LayerRange(held[0], held[-1])) if len(held) > 1 else None
+
+
+def _most_promising(ask: _Ask, usable: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
+    """Those that are among the nearest, the fastest, the best of both, and where the user has a limit on the price the
+    cheapest, of all holders of some layer."""
+    legs, workload = ask.legs, ask.workload
+    way_s = np.array([legs.leg(None, c.peer).one_way_s + legs.leg(c.peer, None).one_way_s for c in usable])
+    fixed_s = np.array([max(c.queue_s, 0.0) for c in usable])
+    layer_s = np.array([seconds_per_layer(c, workload.step_rows) for c in usable])
+    held = np.array([len(c.layers) for c in usable])
+    holds = _holds(usable, ask.num_layers)
+    ranks = np.full(len(usable), len(usable))
+    scores = [way_s, fixed_s + layer_s * held.mean(), (way_s + fixed_s) / held + layer_s]
+    if ask.rules.max_route_price is not None:
+        scores.append(np.array([c.price for c in usable]))
+    for score in scores:
+        order = np.argsort(score, kind="stable")
+        place = np.cumsum(holds[order], axis=0)  # of each holder of a layer among all holders of it, from 1
+        best_place = np.where(holds[order], place, len(usable)).min(axis=1)
+        ranks[order] = np.minimum(ranks[order], best_place)
+    kept = set(np.argsort(ranks, kind="stable")[: ask.max_candidates].tolist())
+    return (
+        [c for index, c in enumerate(usable) if index in kept],
+        [c for index, c in enumerate(usable) if index not in kept],
+    )
+
+
+def _holds(candidates: Sequence[Candidate], num_layers: int) -> Bools:
+    layers = np.arange(num_layers)
+    starts = np.array([c.layers.start for c in candidates])[:, None]
+    stops = np.array([c.layers.stop for c in candidates])[:, None]
+    return (starts <= layers) & (layers < stops)
+
+
+class _Board:
+    """The usable candidates as a search space, and what is to be said of them."""
+
+    def __init__(self, ask: _Ask, field: _Field) -> None:
+        self.nodes = field.usable
+        self._ask, self._field = ask, field
+        self._goal, self.scale = _goal(ask)
+        self._space = _space(ask, self.nodes)
+        self._limits = _limits(ask.rules, self.nodes)
+        self._shortest = through(self._space)
+        self._floors = self._floor_values(self._shortest)
+
+    def _floor_values(self, shortest: Through) -> Floats:
+        if self._goal.is_sum:
+            return shortest.cost + self._goal.base_seconds
+        fastest = through(self._space, is_busy=True).cost
+        pairs = zip(shortest.cost.tolist(), fastest.tolist(), strict=True)
+        return np.array([self._goal.value(seconds, busy) for seconds, busy in pairs])
+
+    def search(self) -> Outcome:
+        return best_within(self._space, self._goal, self._limits, self._floors, Budget(BUDGET))
+
+    def stages(self, stretches: Sequence[Stretch]) -> tuple[RouteStage, ...]:
+        return tuple(RouteStage(self.nodes[s.node].peer, LayerRange(s.start, s.stop)) for s in stretches)
+
+    def alternates(self, stretches: Sequence[Stretch], value: float) -> tuple[Alternate | None, ...]:
+        return tuple(self._alternate(stretches, place, value) for place in range(len(stretches)))
+
+    def _alternate(self, stretches: Sequence[Stretch], place: int, value: float) -> Alternate | None:
+        """What replaces a stage, searched between the two that it stands between."""
+        lost = stretches[place]
+        before = stretches[place - 1].node if place > 0 else None
+        after = stretches[place + 1].node if place + 1 < len(stretches) else None
+        kept = [s for s in stretches if s is not lost]
+        limits = self._limits
+        holds = self._space.allowed[:, lost.start : lost.stop].any(axis=1)
+        holds &= ~np.isin(limits.peers, limits.peers[[s.node for s in stretches]])
+        if limits.operators is not None:
+            holds &= ~np.isin(limits.operators, limits.operators[[s.node for s in kept]])
+        nodes = np.flatnonzero(holds)
+        if not len(nodes) or (limits.max_stages is not None and len(kept) >= limits.max_stages):
+            return None
+        around = [_around(costs, nodes, before, after) for costs in (self._space.seconds, self._space.busy)]
+        space = Space(
+            around[0],
+            around[1],
+            np.ascontiguousarray(self._space.allowed[nodes, lost.start : lost.stop]),
+            self._space.cuts[lost.start : lost.stop + 1],
+        )
+        base_seconds, base_busy = _rest(self._space, stretches, place)
+        goal = replace(self._goal, base_seconds=base_seconds, base_busy=base_busy)
+        limits = replace(
+            limits.of(nodes),
+            max_price=None if limits.max_price is None else limits.max_price - limits.price(kept),
+            max_stages=None if limits.max_stages is None else limits.max_stages - len(kept),
+        )
+        floors = np.array([goal.value(seconds, 0.0) for seconds in through(space).cost.tolist()])
+        found = best_within(space, goal, limits, floors, Budget(BUDGET // len(stretches))).found
+        if found is None:
+            return None
+        stages = tuple(
+            RouteStage(self.nodes[int(nodes[s.node])].peer, LayerRange(s.start + lost.start, s.stop + lost.start))
+            for s in found.stretches
+        )
+        return Alternate(stages, (found.value - value) * self.scale)
+
+    def reasons(self, stretches: Sequence[Stretch], alternates: Sequence[Alternate | None]) -> tuple[str, ...]:
+        pinned = {stage.peer for stage in self._ask.pinned}
+        return tuple(
+            "stays as it is" if self.nodes[s.node].peer in pinned else self._reason(s, alternate)
+            for s, alternate in zip(stretches, alternates, strict=True)
+        )
+
+    def _reason(self, stretch: Stretch, alternate: Alternate | None) -> str:
+        node = self.nodes[stretch.node]
+        layers = LayerRange(stretch.start, stretch.stop)
+        if alternate is None:
+            others = any(
+                c.peer != node.peer and c.layers.start < layers.stop and layers.start < c.layers.stop
+                for c in self.nodes
+            )
+            text = f"no others may serve {layers} in its place" if others else f"nobody else may serve {layers}"
+        else:
+            text = f"best for {layers}; next: {_route_text(alternate.stages)}, {self._worse(alternate.excess_s)}"
+        return f"{text} ({node.note})" if node.note else text
+
+    def _worse(self, excess_s: float) -> str:
+        what = "until the first token" if self._ask.objective is Objective.FIRST_TOKEN else "per token"
+        ms = excess_s * 1000
+        if ms < 0.0005:
+            return "just as good"
+        return f"{ms:.3g} ms {what} slower" if ms < 1000 else f"{ms:,.0f} ms {what} slower"
+
+    def rejections(self, stretches: Sequence[Stretch], value: float | None) -> tuple[Rejection, ...]:
+        """Of all candidates that are not in a route; None: there is no route."""
+        chosen = {s.node for s in stretches} | {
+            index for index, c in enumerate(self.nodes) if c.peer in {stage.peer for stage in self._ask.pinned}
+        }
+        found = [self._rejection(index, value) for index in range(len(self.nodes)) if index not in chosen]
+        return tuple(sorted([*self._field.rejections, *found], key=lambda r: (r.peer, r.layers)))
+
+    def _rejection(self, index: int, value: float | None) -> Rejection:
+        node = self.nodes[index]
+        if math.isinf(self._floors[index]):
+            return Rejection(node.peer, node.layers, Reason.NO_WAY, "no complete route leads through it")
+        way = self._shortest.route(index)
+        via, breach = self.stages(way), self._limits.breach(way)
+        if value is None:
+            text = "no route through it keeps all rules" if breach is None else f"with it {_breach_text(breach)}"
+            return Rejection(node.peer, node.layers, Reason.RULE, text, via=via)
+        excess_s = (float(self._floors[index]) - value) * self.scale
+        if excess_s < -_TIE_S * len(way) and breach is not None:
+            text = f"{_route_text(via)} would be better, but then {_breach_text(breach)}"
+            return Rejection(node.peer, node.layers, Reason.RULE, text, via=via)
+        excess_s = max(excess_s, 0.0)
+        note = f"; {node.note}" if node.note else ""
+        return Rejection(
+            node.peer,
+            node.layers,
+            Reason.SLOWER,
+            f"{self._worse(excess_s)} at best: {_route_text(via)}{note}",
+            excess_s,
+            via,
+        )
+
+
+def _goal(ask: _Ask) -> tuple[Goal, float]:
+    """What the search makes small, and by what its value is multiplied to be in the unit of the objective.
+
+    The user's own part of a step is a part of every route, and part of what a full route waits for.
+    """
+    workload = ask.workload
+    match ask.objective:
+        case Objective.LATENCY:
+            return Goal(base_seconds=workload.user_step_s), 1 / workload.tokens_per_step
+        case Objective.THROUGHPUT:
+            goal = Goal(share=workload.concurrency, base_seconds=workload.user_step_s)
+            return goal, 1 / workload.tokens_per_step
+        case Objective.FIRST_TOKEN:
+            if not workload.num_chunks:
+                return Goal(base_seconds=workload.user_step_s), 1.0
+            return Goal(weight=workload.num_chunks - 1, base_seconds=workload.user_prefill_s), 1.0
+
+
+def _space(ask: _Ask, nodes: Sequence[Candidate]) -> Space:
+    workload = ask.workload
+    is_prefill = ask.objective is Objective.FIRST_TOKEN and workload.num_chunks > 0
+    sent_bytes = workload.chunk_rows * workload.row_bytes if is_prefill else workload.step_payload_bytes
+    returned_bytes = workload.row_bytes if is_prefill else workload.returned_payload_bytes
+    enter = [ask.legs.leg(None, c.peer) for c in nodes]
+    leave = [ask.legs.leg(c.peer, None) for c in nodes]
+    one_way_s, rate_Bps = _handing(ask, nodes)
+    hand_payload_s = sent_bytes / np.maximum(rate_Bps, 1.0)
+    queue_s = np.array([max(c.queue_s, 0.0) for c in nodes])
+    rows = workload.chunk_rows if is_prefill else float(workload.step_rows)
+    layer_s = np.array([seconds_per_layer(c, rows) for c in nodes])
+    seconds = Costs(
+        enter=_leg_seconds(enter, sent_bytes),
+        hand=np.ascontiguousarray((one_way_s + hand_payload_s + MESSAGE_OVERHEAD_S).T),
+        leave=_leg_seconds(leave, returned_bytes),
+        fixed=queue_s + _TIE_S,
+        layer=layer_s,
+    )
+    if is_prefill:
+        busy_fixed, busy_layer = queue_s, layer_s
+    else:
+        wide = workload.concurrency * workload.step_rows
+        busy_fixed = queue_s / workload.concurrency
+        busy_layer = np.array([seconds_per_layer(c, wide) for c in nodes]) / workload.concurrency
+    busy = Costs(
+        enter=np.array([payload_s(leg, sent_bytes) for leg in enter]),
+        hand=np.ascontiguousarray(hand_payload_s.T),
+        leave=np.zeros(len(nodes)) if is_prefill else np.array([payload_s(leg, returned_bytes) for leg in leave]),
+        fixed=busy_fixed,
+        layer=busy_layer,
+    )
+    allowed = _holds(nodes, ask.num_layers)
+    pins = {stage.peer: stage.layers for stage in ask.pinned}
+    for layers in pins.values():
+        allowed[[index for index, c in enumerate(nodes) if c.peer not in pins], layers.start : layers.stop] = False
+    cuts = np.zeros(ask.num_layers + 1, dtype=np.bool_)
+    cuts[ask.cuts] = True
+    return Space(seconds, busy, allowed, cuts)
+
+
+def _handing(ask: _Ask, nodes: Sequence[Candidate]) -> tuple[Floats, Floats]:
+    """Seconds one way and B/s from node to node [N, N]; infinite where rows cannot go."""
+    starts = np.array([c.layers.start for c in nodes])
+    stops = np.array([c.layers.stop for c in nodes])
+    # From one to the other at a layer before which the one may end and the other begin.
+    needed = np.maximum(starts[:, None] + 1, starts) <= np.minimum(stops[:, None], stops - 1)
+    peers = [c.peer for c in nodes]
+    numbers = np.unique(peers, return_inverse=True)[1]
+    needed &= numbers[:, None] != numbers
+    if ask.avoid.pairs:
+        at = {peer: index for index, peer in enumerate(peers)}
+        for one, other in ask.avoid.pairs:
+            ones = [i for i in range(len(peers)) if peers[i] == one] if one in at else []
+            others = [i for i in range(len(peers)) if peers[i] == other] if other in at else []
+            needed[np.ix_(ones, others)] = False
+            needed[np.ix_(others, ones)] = False
+    return bulk_legs(ask.legs, peers, peers, needed)
+
+
+def _leg_seconds(legs: Sequence[Leg], payload_bytes: float) -> Floats:
+    return np.array([leg.one_way_s + payload_s(leg, payload_bytes) + MESSAGE_OVERHEAD_S for leg in legs])
+
+
+def _limits(rules: Rules, nodes: Sequence[Candidate]) -> Limits:
+    operators = None
+    if rules.one_shard_per_operator:
+        # Who names no operator is one of its own.
+        tags = [f"operator {c.operator}" if c.operator else f"peer {c.peer}" for c in nodes]
+        operators = np.unique(tags, return_inverse=True)[1].astype(np.int64)
+    return Limits(
+        peers=np.unique([c.peer for c in nodes], return_inverse=True)[1].astype(np.int64),
+        operators=operators,
+        prices=np.array([c.price for c in nodes], dtype=np.float64),
+        max_price=rules.max_route_price,
+        max_stages=rules.max_stages,
+    )
+
+
+def _around(costs: Costs, nodes: np.ndarray, before: int | None, after: int | None) -> Costs:
+    """The costs of some nodes between two others; None stands for the user."""
+    inner = costs.of(nodes)
+    return Costs(
+        enter=inner.enter if before is None else costs.hand[nodes, before],
+        hand=inner.hand,
+        leave=inner.leave if after is None else costs.hand[after, nodes],
+        fixed=inner.fixed,
+        layer=inner.layer,
+    )
+
+
+def _rest(space: Space, stretches: Sequence[Stretch], place: int) -> tuple[float, float]:
+    """The sum over a route without one stage and the legs to and from it, and the slowest of what is left."""
+    sums, slowest = [], []
+    for costs in (space.seconds, space.busy):
+        parts = [
+            float(costs.fixed[s.node] + (s.stop - s.start) * costs.layer[s.node])
+            for index, s in enumerate(stretches)
+            if index != place
+        ]
+        nodes = [s.node for s in stretches]
+        legs = [
+            float(costs.enter[nodes[0]]),
+            *(float(costs.hand[nodes[i + 1], nodes[i]]) for i in range(len(nodes) - 1)),
+            float(costs.leave[nodes[-1]]),
+        ]
+        parts += [leg for index, leg in enumerate(legs) if index not in (place, place + 1)]
+        sums.append(sum(parts))
+        slowest.append(max(parts, default=0.0))
+    return sums[0], slowest[1]
+
+
+def _breach_text(breach: Breach) -> str:
+    match breach:
+        case Breach.PEER_TWICE:
+            return "a peer would have two stages"
+        case Breach.OPERATOR_TWICE:
+            return "an operator would have two stages"
+        case Breach.TOO_DEAR:
+            return "the route would cost more than you pay"
+        case Breach.TOO_MANY_STAGES:
+            return "there would be too many stages"
+
+
+def _route_text(stages: Sequence[RouteStage]) -> str:
+    """At most four of its stages."""
+    shown = [f"{stage.peer[-8:]} {stage.layers}" for stage in stages[:4]]
+    return " → ".join([*shown, f"{len(stages) - 4} more"] if len(stages) > 4 else shown)

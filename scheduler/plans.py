@@ -20,7 +20,7 @@ class Objective(enum.StrEnum):
     LATENCY = "latency"
     """Seconds per token of one session."""
     THROUGHPUT = "throughput"
-    """Seconds per token of the slowest stage or leg when the route is full; among equals, seconds per token."""
+    """Seconds per token of all sessions together when the route is full; among equals, seconds per token of one."""
     FIRST_TOKEN = "first-token"  # noqa: S105 - a token of text
     """Seconds until the first token."""
 
@@ -69,10 +69,9 @@ class Rejection:
     Attributes:
         layers: what the candidate holds, as it was given.
         text: one clause for people, without the peer's name.
-        excess_s: how much worse the best route through it is, at least: seconds per token, per token of the slowest
-            stage or leg when the route is full, or until the first token, as the objective has it; None unless that is
-            the reason. 0 with THROUGHPUT where it is as wide and only slower for each session.
-        via: a route through it that is that much worse; empty unless that is the reason.
+        excess_s: how much worse the best route through it is, at least: seconds per token, per token of all sessions
+            together, or until the first token, as the objective has it; None unless that is the reason.
+        via: the shortest way through it; empty unless that is the reason.
     """
 
     peer: PeerId

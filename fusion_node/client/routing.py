@@ -10,14 +10,16 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from fusion_node.client.connection import MeasuredNode, SwarmConnection
+from fusion_node.client.topology import SwarmTopology
 from fusion_node.client.user_rules import UserRules
 from fusion_node.engine.numerics import NUMERICS
 from fusion_node.errors import NoRoute, PeerError
 from fusion_node.store import StoredModel
 from fusion_node.types import LayerRange, PeerId
 from scheduler import topology
-from scheduler.planner import Candidate, Route, Uncovered, plan_route
-from scheduler.plans import Objective
+from scheduler.cost_model import Workload
+from scheduler.planner import plan_route
+from scheduler.plans import Objective, Uncovered
 
 ROUTE_PATIENCE_S = 8.0
 """How long layers may stay uncovered before that is an error: nodes that start together announce one by one."""
@@ -243,12 +245,12 @@ class Router:
         rules = self._rules.resolve([node.peer for node in nodes])
         nodes = [node for node in nodes if rules.rejects(_tags(node)) is None]
         candidates = [
-            Candidate(
+            topology.Candidate(
                 peer=node.peer,
                 layers=LayerRange(max(shard.start, first) - first, min(shard.stop, stop) - first),
-                round_trip_s=node.round_trip_s,
-                seconds_per_layer=shard.seconds_per_layer[0],
+                speed=topology.Speed(*shard.seconds_per_layer),
                 kv_free_positions=shard.kv_free_tokens,
+                queue_s=shard.queue_s,
             )
             for node in nodes
             for shard in node.record.shards
@@ -260,19 +262,25 @@ class Router:
             and max(shard.start, first) < min(shard.stop, stop)
         ]
         starts = self._first_layers
-        route = plan_route(
+        planned = plan_route(
             candidates,
+            SwarmTopology(
+                [node.record for node in nodes],
+                round_trips_s={node.peer: node.round_trip_s for node in nodes if node.round_trip_s is not None},
+            ),
             num_layers=stop - first,
-            num_positions=num_positions,
+            workload=Workload(num_positions=num_positions, row_bytes=self._row_bytes),
+            objective=self._objective,
             first_layers=None if starts is None else [layer - first for layer in starts if first <= layer < stop],
+            is_explained=False,
         )
-        if not isinstance(route, Route):
-            return route
+        if isinstance(planned, Uncovered):
+            return planned
         by_peer = {node.peer: node for node in nodes}
         return Planned(
             tuple(
                 (by_peer[stage.peer], LayerRange(stage.layers.start + first, stage.layers.stop + first))
-                for stage in route.stages
+                for stage in planned.route
             )
         )
 
