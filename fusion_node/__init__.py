@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fusion_node.client.sampling import SamplingParams
     from fusion_node.client.swarm import Generation, GenerationStats, StageReport, SwarmClient
     from fusion_node.client.sync import SyncGeneration, SyncSwarmClient
+    from fusion_node.client.user_rules import UserRules
     from fusion_node.errors import FusionError
     from fusion_node.store import ModelStore
 
@@ -27,6 +28,7 @@ _HOMES = {
     "SwarmClient": "fusion_node.client.swarm",
     "SyncGeneration": "fusion_node.client.sync",
     "SyncSwarmClient": "fusion_node.client.sync",
+    "UserRules": "fusion_node.client.user_rules",
 }
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
     "SwarmClient",
     "SyncGeneration",
     "SyncSwarmClient",
+    "UserRules",
 ]
 
 

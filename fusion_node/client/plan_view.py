@@ -6,23 +6,25 @@ The structs are the JSON of ``fusion-node plan --json``: names are stable, times
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import msgspec
 
-from fusion_node.client.connection import MeasuredNode
+from fusion_node.client.routing import Explained, Look, Planned
 from fusion_node.client.topology import coordinate_of
+from fusion_node.client.user_rules import UserRules
+from fusion_node.store import StoredModel
 from fusion_node.types import LayerRange, PeerId
 from fusion_node.wire import printable
-from p2p.records import NodeRecord
-from scheduler.cost_model import LegCost, Workload
-from scheduler.plans import Alternate, Planned, Rejection
-from scheduler.topology import Candidate, LegSource
+from scheduler.cost_model import LegCost
+from scheduler.plans import Alternate, Objective
+from scheduler.plans import Planned as PlannedRoute
+from scheduler.topology import LegSource
 from scheduler.vivaldi import Coordinate
 
 MAX_TAG_CHARACTERS = 48
 MAX_TEXT_CHARACTERS = 240
+MAX_PROBLEM_CHARACTERS = 2000
 
 
 class LegView(msgspec.Struct, frozen=True):
@@ -160,28 +162,61 @@ class PlanView(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What is known of the swarm that a plan was made for.
+def view_of(
+    explained: Explained,
+    *,
+    model: StoredModel,
+    numerics: str,
+    num_layers: int,
+    objective: Objective,
+    rules: UserRules,
+    prompt_tokens: int,
+    max_tokens: int,
+) -> PlanView:
+    """What led to a plan, and the plan, if there is one."""
+    look = explained.look
+    view = PlanView(
+        model=model.name,
+        model_id=model.model_id,
+        numerics=numerics,
+        num_layers=num_layers,
+        objective=objective.value,
+        rules=rules.in_words(),
+        prompt_tokens=prompt_tokens,
+        max_tokens=max_tokens,
+        num_found=len(look.records),
+        num_measured=len(look.reached),
+        coordinate_error=None if look.coordinate is None else round(look.coordinate.error, 3),
+        rejected=_rejected(explained),
+        problem=printable(explained.problem, limit=MAX_PROBLEM_CHARACTERS),
+    )
+    plan = explained.found.plan if isinstance(explained.found, Planned) else None
+    if plan is None:
+        return view
+    cost = plan.cost
+    return msgspec.structs.replace(
+        view,
+        stages=_stages(plan, explained),
+        legs=_legs(cost.legs, look),
+        user_ms=_ms(cost.user_step_s),
+        ms_per_token=_ms(cost.seconds_per_token),
+        tokens_per_s=round(1.0 / cost.seconds_per_token, 3),
+        opening_ms=_ms(cost.opening_s),
+        first_token_ms=_ms(cost.time_to_first_token_s),
+        full_tokens_per_s=round(cost.tokens_per_s, 3),
+        bottleneck=cost.bottleneck,
+        is_optimal=plan.is_optimal,
+        gap_ms=_ms(plan.gap_s),
+        num_unsearched=plan.num_unsearched,
+    )
 
-    Attributes:
-        measured_speeds: nodes whose speed was corrected by what rounds took.
-    """
 
-    records: Mapping[PeerId, NodeRecord]
-    nodes: Mapping[PeerId, MeasuredNode]
-    candidates: Sequence[Candidate]
-    coordinate: Coordinate | None
-    measured_speeds: frozenset[PeerId]
-
-
-def stage_views(plan: Planned, seen: Seen) -> tuple[PlannedStageView, ...]:
-    """The stages of a plan."""
-    notes = _notes(seen)
+def _stages(plan: PlannedRoute, explained: Explained) -> tuple[PlannedStageView, ...]:
+    notes = _notes(explained)
     views = []
     for index, cost in enumerate(plan.cost.stages):
         peer, layers = cost.stage.peer, cost.stage.layers
-        node = seen.nodes[peer]
+        node = explained.look.nodes[peer]
         views.append(
             PlannedStageView(
                 peer=peer,
@@ -191,10 +226,10 @@ def stage_views(plan: Planned, seen: Seen) -> tuple[PlannedStageView, ...]:
                 device=_tag(node.record.device),
                 start=layers.start,
                 stop=layers.stop,
-                round_trip_ms=_ms(node.round_trip_s or 0.0),
+                round_trip_ms=_ms(2 * explained.legs.leg(None, peer).one_way_s),
                 compute_ms=_ms(cost.compute_s),
                 queue_ms=_ms(cost.queue_s),
-                is_measured=peer in seen.measured_speeds,
+                is_measured=peer in explained.measured_speeds,
                 why=_text(plan.reasons[index]) if index < len(plan.reasons) else "",
                 note=notes.get(peer, ""),
                 alternate=_alternate(plan.alternates[index]) if index < len(plan.alternates) else None,
@@ -203,8 +238,7 @@ def stage_views(plan: Planned, seen: Seen) -> tuple[PlannedStageView, ...]:
     return tuple(views)
 
 
-def leg_views(legs: Sequence[LegCost], seen: Seen) -> tuple[LegView, ...]:
-    """The legs of a plan."""
+def _legs(legs: Sequence[LegCost], look: Look) -> tuple[LegView, ...]:
     return tuple(
         LegView(
             sender=leg.sender,
@@ -214,15 +248,14 @@ def leg_views(legs: Sequence[LegCost], seen: Seen) -> tuple[LegView, ...]:
             payload_ms=_ms(leg.payload_s),
             overhead_ms=_ms(leg.overhead_s),
             source=leg.source.value,
-            error_ms=_error_ms(leg, seen),
+            error_ms=_error_ms(leg, look),
         )
         for leg in legs
     )
 
 
-def rejected_views(rejections: Sequence[Rejection], seen: Seen) -> tuple[RejectedView, ...]:
-    """Who does not serve, as far as they are known."""
-    notes = _notes(seen)
+def _rejected(explained: Explained) -> tuple[RejectedView, ...]:
+    notes, records = _notes(explained), explained.look.records
     return tuple(
         RejectedView(
             peer=each.peer,
@@ -237,49 +270,29 @@ def rejected_views(rejections: Sequence[Rejection], seen: Seen) -> tuple[Rejecte
             excess_ms=None if each.excess_s is None else _ms(each.excess_s),
             note=notes.get(each.peer, ""),
         )
-        for each in rejections
-        if (record := seen.records.get(each.peer)) is not None
+        for each in explained.rejections
+        if (record := records.get(each.peer)) is not None
     )
 
 
-def with_route(view: PlanView, plan: Planned, workload: Workload, seen: Seen) -> PlanView:
-    """The view with a route in it."""
-    cost = plan.cost
-    return msgspec.structs.replace(
-        view,
-        stages=stage_views(plan, seen),
-        legs=leg_views(cost.legs, seen),
-        user_ms=_ms(cost.user_step_s),
-        ms_per_token=_ms(cost.seconds_per_token),
-        tokens_per_s=round(1.0 / cost.seconds_per_token, 3),
-        opening_ms=_ms(cost.opening_s),
-        first_token_ms=_ms(cost.time_to_first_token_s),
-        full_tokens_per_s=round(cost.tokens_per_s, 3),
-        bottleneck=cost.bottleneck,
-        is_optimal=plan.is_optimal,
-        gap_ms=_ms(plan.gap_s),
-        num_unsearched=plan.num_unsearched,
-    )
-
-
-def _error_ms(leg: LegCost, seen: Seen) -> float | None:
+def _error_ms(leg: LegCost, look: Look) -> float | None:
     """As far off as the two coordinates say of themselves that they typically are."""
     if leg.source is not LegSource.PREDICTED:
         return None
-    ends = [_coordinate(leg.sender, seen), _coordinate(leg.receiver, seen)]
+    ends = [_coordinate(leg.sender, look), _coordinate(leg.receiver, look)]
     errors = [end.error for end in ends if end is not None]
     return _ms(leg.one_way_s * max(errors, default=1.0))
 
 
-def _coordinate(peer: PeerId | None, seen: Seen) -> Coordinate | None:
+def _coordinate(peer: PeerId | None, look: Look) -> Coordinate | None:
     if peer is None:
-        return seen.coordinate
-    record = seen.records.get(peer)
+        return look.coordinate
+    record = look.records.get(peer)
     return None if record is None else coordinate_of(record)
 
 
-def _notes(seen: Seen) -> dict[PeerId, str]:
-    return {each.peer: _text(each.note) for each in seen.candidates if each.note}
+def _notes(explained: Explained) -> dict[PeerId, str]:
+    return {each.peer: _text(each.note) for each in explained.candidates if each.note}
 
 
 def _alternate(alternate: Alternate | None) -> AlternateView | None:

@@ -1,25 +1,38 @@
-"""Who serves an answer: finds the nodes of a model, measures them, plans a route, and remembers who failed."""
+"""Who serves an answer: finds the nodes of a model, measures them, plans a route, and remembers who failed.
+
+What is planned with: the user's own round trips and rates, what nodes say of the legs between them, and network
+coordinates for the rest (fusion_node.client.topology); speeds as nodes claim them, corrected by what rounds really took
+(scheduler.claims). A route never holds a node that was not measured: one that the planner chose by its coordinate is
+measured, and then it is planned again.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
+import msgspec
+
+from fusion_node.client import topology
 from fusion_node.client.connection import MeasuredNode, SwarmConnection
+from fusion_node.client.route_problem import why_no_route
 from fusion_node.client.topology import SwarmTopology
 from fusion_node.client.user_rules import UserRules
-from fusion_node.engine.numerics import NUMERICS
 from fusion_node.errors import NoRoute, PeerError
 from fusion_node.store import StoredModel
 from fusion_node.types import LayerRange, PeerId
-from scheduler import topology
-from scheduler.cost_model import Workload
-from scheduler.planner import plan_route
-from scheduler.plans import Objective, Uncovered
+from p2p.records import NodeRecord, ShardRecord
+from scheduler.claims import ClaimBook, StageStep
+from scheduler.cost_model import MESSAGE_OVERHEAD_S, Workload
+from scheduler.planner import plan_patch, plan_route
+from scheduler.plans import Avoid, Objective, Reason, Rejection, Uncovered
+from scheduler.plans import Planned as PlannedRoute
+from scheduler.topology import Candidate, RouteStage
+from scheduler.vivaldi import Coordinate
 
 ROUTE_PATIENCE_S = 8.0
 """How long layers may stay uncovered before that is an error: nodes that start together announce one by one."""
@@ -33,6 +46,16 @@ what a record is old on average. A node that is full by now refuses, and the nex
 AVOID_S = 30.0
 """How long a node that refused or could not be reached is left out of plans that can do without it."""
 
+MEASURING_PLANS = 4
+"""Plans whose nodes are measured where they were not yet. The next one does with those that were."""
+
+CANDIDATES_ON_LOOP = 48
+"""From so many on, a plan takes more than about 20 ms, and is made in a thread."""
+
+CHUNKS_PER_PROMPT = 4
+"""In which a prompt goes through a route of two stages (fusion_node.client.swarm), if none gets too long or short."""
+
+MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS = 32, 256
 
 Placed: TypeAlias = tuple[MeasuredNode, LayerRange]
 """A node, and what it is to serve."""
@@ -40,14 +63,73 @@ Placed: TypeAlias = tuple[MeasuredNode, LayerRange]
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """Nodes in order, and the layers that each of them is to serve."""
+    """Nodes in order, and the layers that each of them is to serve.
+
+    Attributes:
+        plan: what the planner says of the route as it was made; None for one that was put together otherwise.
+    """
 
     stages: tuple[Placed, ...] = ()
+    plan: PlannedRoute | None = field(default=None, compare=False, repr=False)
 
     @property
     def places(self) -> tuple[tuple[PeerId, LayerRange], ...]:
         """Who serves what, for comparison with another route."""
         return tuple((node.peer, layers) for node, layers in self.stages)
+
+    @property
+    def expected_step_s(self) -> float | None:
+        """Seconds that a decode step is expected to take, all legs and stages and the user's part; None if unknown."""
+        return None if self.plan is None else self.plan.cost.seconds_per_step
+
+
+@dataclass(slots=True)
+class Look:
+    """The swarm as one look found it.
+
+    Attributes:
+        records: of all nodes of the model.
+        nodes: those whose round trip was to be measured, reached or not.
+        coordinate: of the user at that time.
+    """
+
+    records: dict[PeerId, NodeRecord] = field(default_factory=dict)
+    nodes: dict[PeerId, MeasuredNode] = field(default_factory=dict)
+    coordinate: Coordinate | None = None
+
+    def add(self, nodes: Iterable[MeasuredNode]) -> None:
+        self.nodes |= {node.peer: node for node in nodes}
+
+    @property
+    def reached(self) -> dict[PeerId, MeasuredNode]:
+        return {peer: node for peer, node in self.nodes.items() if node.round_trip_s is not None}
+
+    @property
+    def unreachable(self) -> dict[PeerId, MeasuredNode]:
+        return {peer: node for peer, node in self.nodes.items() if node.round_trip_s is None}
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """A plan with all that led to it.
+
+    Attributes:
+        found: the route, or what is missing.
+        rejections: every candidate that does not serve and why; also those that could not be reached, and shards of the
+            model that nobody can be planned with.
+        problem: why there is no route, for people; empty when there is one.
+        candidates, legs, workload: that it was planned with.
+        measured_speeds: nodes whose claims were corrected by what rounds with them took.
+    """
+
+    found: Planned | Uncovered
+    look: Look
+    candidates: tuple[Candidate, ...]
+    legs: SwarmTopology
+    workload: Workload
+    rejections: tuple[Rejection, ...]
+    measured_speeds: frozenset[PeerId] = frozenset()
+    problem: str = ""
 
 
 class Router:
@@ -58,6 +140,9 @@ class Router:
         first_layers: at which a stage may begin; None: at any.
         row_bytes: of one hidden state on the wire.
         objective, rules: of the user.
+
+    Attributes:
+        user_step_s: what the user's own part of a step takes: embedding, norm, head and sampling. 0 until it is known.
     """
 
     def __init__(
@@ -76,13 +161,17 @@ class Router:
         self._model = model
         self._numerics = numerics
         self._num_layers = num_layers
-        self._first_layers = first_layers
+        self._first_layers = None if first_layers is None else frozenset(first_layers)
         self._row_bytes = row_bytes
-        self._objective = objective
-        self._rules = rules
+        self.objective = objective
+        self.rules = rules
+        self.user_step_s = 0.0
+        self._claims = ClaimBook()
+        self._measured: set[PeerId] = set()
         self._avoid: dict[PeerId, float] = {}
-        self._nodes: list[MeasuredNode] = []
-        self._nodes_until = 0.0
+        self._look = Look()
+        self._look_until = 0.0
+        self._legs: SwarmTopology | None = None
 
     def can_go_on(self, planned: Planned) -> bool:
         """Whether the nodes of an earlier answer are alive and have not refused lately."""
@@ -92,7 +181,40 @@ class Router:
     def note_failure(self, error: PeerError) -> None:
         """The next plans do without that node if they can, and look around anew."""
         self._avoid[PeerId(error.peer)] = time.monotonic() + AVOID_S
-        self._nodes_until = 0.0
+        self._look_until = 0.0
+
+    def observe_round(
+        self,
+        places: Sequence[tuple[PeerId, LayerRange]],
+        timings: Sequence[tuple[float, float]],
+        *,
+        num_rows: int,
+        round_s: float,
+    ) -> None:
+        """Corrects what is believed of these nodes by a round that they served.
+
+        Only of a step that was alone on its way: what waits behind others of this user is nobody's fault.
+
+        Args:
+            places: all stages of the route, in order.
+            timings: seconds of compute and of queue of each, by its own word.
+            num_rows: of the step, of which the last one came back.
+            round_s: from the first byte that was sent to the last that came back, by our own clock.
+        """
+        if self._legs is None or len(timings) != len(places):
+            return
+        peers = [peer for peer, _ in places]
+        legs_s = sum(
+            self._legs.leg(sender, receiver).seconds(self._row_bytes * (1 if receiver is None else num_rows))
+            + MESSAGE_OVERHEAD_S
+            for sender, receiver in zip([None, *peers], [*peers, None], strict=True)
+        )
+        steps = [
+            StageStep(peer, len(layers), compute_s, queue_s)
+            for (peer, layers), (compute_s, queue_s) in zip(places, timings, strict=True)
+        ]
+        self._measured.update(peers)
+        self._claims.observe_round(steps, num_rows, round_s=round_s, legs_s=legs_s, now=time.monotonic())
 
     async def route(
         self,
@@ -101,6 +223,7 @@ class Router:
         num_prompt: int = 0,
         avoid_peers: Collection[PeerId] = (),
         avoid_pairs: Collection[tuple[PeerId, PeerId]] = (),
+        wait: bool = True,
     ) -> Planned:
         """The nodes that would serve a session now.
 
@@ -109,30 +232,34 @@ class Router:
             num_prompt: how many of them are the prompt's; 0 when that is not known.
             avoid_peers: planned with only where there is no other way, as with those of note_failure.
             avoid_pairs: of peers that had better not hand rows to one another.
+            wait: whether to wait for layers that are not covered yet.
 
         Raises:
             NoPeers: nobody of the swarm can be reached.
-            NoRoute: layers are covered by nobody, or by nobody with room, for longer than ROUTE_PATIENCE_S.
+            NoRoute: layers are covered by nobody, or by nobody with room or whom the user's rules allow, for longer
+                than ROUTE_PATIENCE_S.
         """
-        if time.monotonic() < self._nodes_until and all(
-            self._connection.links.is_connected(n.peer) for n in self._nodes
-        ):
-            route = self._choose(self._nodes, num_positions, avoid_peers=avoid_peers)
-            if isinstance(route, Planned):
-                return route
-        deadline = time.monotonic() + ROUTE_PATIENCE_S
-        while True:
-            records = await self._connection.find(self._model.model_id)
-            nodes = await self._connection.measure(records)
-            route = self._choose(nodes, num_positions, avoid_peers=avoid_peers)
-            if isinstance(route, Planned):
-                # Those that could not be reached are looked for anew next time: they are not part of what is known.
-                self._nodes = [node for node in nodes if node.round_trip_s is not None]
-                self._nodes_until = time.monotonic() + NODES_FRESH_S
-                return route
-            if time.monotonic() >= deadline:
-                raise NoRoute(self._explain(route, nodes, num_positions))
-            await asyncio.sleep(ROUTE_RETRY_S)
+        workload = self._workload(num_positions, num_prompt)
+        avoid = Avoid(frozenset(avoid_peers), frozenset(avoid_pairs))
+        explained = await self._search(workload, avoid, wait=wait, is_explained=False)
+        if isinstance(explained.found, Uncovered):
+            raise NoRoute(explained.problem)
+        return explained.found
+
+    async def explain(
+        self,
+        num_positions: int,
+        *,
+        num_prompt: int = 0,
+        wait: bool = True,
+    ) -> Explained:
+        """As ``route``, with all that led to the route, or to there being none.
+
+        Raises:
+            NoPeers: nobody of the swarm can be reached.
+        """
+        workload = self._workload(num_positions, num_prompt)
+        return await self._search(workload, Avoid(), wait=wait, is_explained=True)
 
     async def patch(
         self,
@@ -149,7 +276,7 @@ class Router:
         around once. Patience is the caller's.
 
         Args:
-            lost: places of the stages to replace. Neighbours among them are replaced together, by one or several nodes.
+            lost: places of the stages to replace.
             num_positions: of the session.
             avoid_peers: not planned with, whoever else there is. Those of the lost stages need not be named.
             avoid_pairs: of peers that must not hand rows to one another, in either direction.
@@ -160,23 +287,34 @@ class Router:
         Raises:
             NoPeers: nobody of the swarm can be reached.
         """
-        avoid = {*avoid_peers, *(planned.places[index][0] for index in lost)}
-        found = self._patch_among(self._nodes, planned, lost, num_positions, avoid, avoid_pairs)
+        avoid = Avoid(frozenset(avoid_peers) | {planned.places[index][0] for index in lost}, frozenset(avoid_pairs))
+        workload = self._workload(num_positions, 0)
+        now = time.monotonic()
+        failed = frozenset(peer for peer, until in self._avoid.items() if until > now)
+        kept = frozenset(peer for index, (peer, _) in enumerate(planned.places) if index not in lost)
+        rather = Avoid(avoid.peers | (failed - kept), avoid.pairs)
+        found = await self._patch(self._look, planned, lost, workload, rather)
         if found is None:
-            records = await self._connection.find(self._model.model_id)
-            nodes = await self._connection.measure([record for record in records if record.peer not in avoid])
-            found = self._patch_among(nodes, planned, lost, num_positions, avoid, avoid_pairs)
+            look = await self._look_around(without=avoid.peers)
+            found = await self._patch(look, planned, lost, workload, avoid)
         return found
 
-    async def alternates(self, planned: Planned, num_positions: int) -> tuple[tuple[Placed, ...], ...]:
+    async def alternates(
+        self,
+        planned: Planned,
+        num_positions: int,
+        *,
+        avoid_peers: Collection[PeerId] = (),
+        avoid_pairs: Collection[tuple[PeerId, PeerId]] = (),
+    ) -> tuple[tuple[Placed, ...], ...]:
         """For each stage what would take its place if it were lost now, connected already; empty where nothing would.
 
-        Does not look around: it plans with the nodes that were found last, and are found anew by route every
-        NODES_FRESH_S. See ``refresh``.
+        Does not look around: see ``refresh``.
         """
-        found = []
-        for index in range(len(planned.stages)):
-            patched = self._patch_among(self._nodes, planned, [index], num_positions, {planned.places[index][0]}, ())
+        workload, found = self._workload(num_positions, 0), []
+        for index, (peer, _) in enumerate(planned.places):
+            avoid = Avoid(frozenset(avoid_peers) | {peer}, frozenset(avoid_pairs))
+            patched = await self._patch(self._look, planned, [index], workload, avoid)
             kept = len(planned.stages) - 1
             found.append(() if patched is None else patched.stages[index : len(patched.stages) - kept + index])
         return tuple(found)
@@ -187,137 +325,185 @@ class Router:
         Raises:
             NoPeers: nobody of the swarm can be reached.
         """
-        nodes = await self._connection.measure(await self._connection.find(self._model.model_id))
-        self._nodes = [node for node in nodes if node.round_trip_s is not None]
-        self._nodes_until = time.monotonic() + NODES_FRESH_S
+        await self._look_around()
 
-    def _patch_among(
-        self,
-        nodes: Sequence[MeasuredNode],
-        planned: Planned,
-        lost: Collection[int],
-        num_positions: int,
-        avoid_peers: Collection[PeerId],
-        avoid_pairs: Collection[tuple[PeerId, PeerId]],
-    ) -> Planned | None:
-        kept = {peer for index, (peer, _) in enumerate(planned.places) if index not in lost}
-        pairs = {frozenset(pair) for pair in avoid_pairs}
-        stages: list[Placed] = []
-        for is_lost, run in itertools.groupby(range(len(planned.stages)), key=lambda index: index in lost):
-            indices = list(run)
-            if not is_lost:
-                stages += planned.stages[indices[0] : indices[-1] + 1]
-                continue
-            gap = LayerRange(planned.stages[indices[0]][1].start, planned.stages[indices[-1]][1].stop)
-            ends = {planned.places[i][0] for i in (indices[0] - 1, indices[-1] + 1) if 0 <= i < len(planned.stages)}
-            used = {*kept, *(node.peer for node, _ in stages)}
-            usable = [
-                node
-                for node in nodes
-                if node.peer not in used
-                and node.peer not in avoid_peers
-                and not any(frozenset((node.peer, end)) in pairs for end in ends)
-            ]
-            found = self._choose(usable, num_positions, gap)
-            if isinstance(found, Uncovered):
-                return None
-            stages += found.stages
-        return Planned(tuple(stages))
+    # inside
 
-    def _choose(
-        self,
-        nodes: Sequence[MeasuredNode],
-        num_positions: int,
-        gap: LayerRange | None = None,
-        *,
-        avoid_peers: Collection[PeerId] = (),
-    ) -> Planned | Uncovered:
-        """Rather with a node that failed a moment ago than not at all: it may have been our link that was at fault."""
+    async def _search(self, workload: Workload, avoid: Avoid, *, wait: bool, is_explained: bool) -> Explained:
+        links = self._connection.links
+        if time.monotonic() < self._look_until and all(links.is_connected(peer) for peer in self._look.reached):
+            explained = await self._explain(self._look, workload, avoid, is_explained)
+            if isinstance(explained.found, Planned):
+                return explained
+        deadline = time.monotonic() + ROUTE_PATIENCE_S
+        while True:
+            look = await self._look_around()
+            explained = await self._explain(look, workload, avoid, is_explained)
+            if isinstance(explained.found, Planned) or not wait or time.monotonic() >= deadline:
+                return explained
+            await asyncio.sleep(ROUTE_RETRY_S)
+
+    def _workload(self, num_positions: int, num_prompt: int) -> Workload:
+        chunk = min(max(-(-num_prompt // CHUNKS_PER_PROMPT), MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS)
+        return Workload(
+            num_positions=num_positions,
+            prompt_tokens=num_prompt,
+            row_bytes=self._row_bytes,
+            prefill_chunk_rows=chunk,
+            user_step_s=self.user_step_s,
+            user_prefill_s=self.user_step_s,
+        )
+
+    async def _look_around(self, without: Collection[PeerId] = ()) -> Look:
+        records = await self._connection.find(self._model.model_id)
+        look = Look({PeerId(record.peer): record for record in records if record.peer not in without})
+        wanted = self._wanted(look)
+        look.add(await self._connection.measure([r for peer, r in look.records.items() if peer in wanted]))
+        look.coordinate = self._connection.coordinate
+        self._look, self._look_until = look, time.monotonic() + NODES_FRESH_S
+        return look
+
+    def _wanted(self, look: Look) -> set[PeerId]:
+        """Who may serve. Nobody else is dialled, and least of all whom the user's rules reject."""
+        rules = self.rules.resolve(look.records.keys())
+        return {each.peer for each in self._candidates(look.records.values()) if rules.rejects(each) is None}
+
+    def _topology(self, look: Look) -> SwarmTopology:
+        links, reached = self._connection.links, look.reached
+        now_s = {peer: links.round_trip_s(peer) for peer in reached}
+        rates_Bps = {peer: links.delivery_rate_Bps(peer) for peer in reached}
+        self._legs = SwarmTopology(
+            look.records.values(),
+            round_trips_s={peer: now_s[peer] or node.round_trip_s or 0.0 for peer, node in reached.items()},
+            rates_Bps={peer: (rate, None) for peer, rate in rates_Bps.items() if rate},
+            own=look.coordinate,
+        )
+        return self._legs
+
+    def _candidates(self, records: Iterable[NodeRecord]) -> tuple[Candidate, ...]:
+        return tuple(
+            topology.candidates(
+                records,
+                self._claims,
+                model_id=self._model.model_id,
+                num_layers=self._num_layers,
+                numerics=self._numerics,
+                now=time.monotonic(),
+            )
+        )
+
+    async def _explain(self, look: Look, workload: Workload, avoid: Avoid, is_explained: bool) -> Explained:
+        """Plans, measures whom the plan would have and was not measured, and plans again."""
         now = time.monotonic()
-        trusted = [n for n in nodes if self._avoid.get(n.peer, 0.0) < now and n.peer not in avoid_peers]
-        route = self._choose_among(trusted, num_positions, gap)
-        return self._choose_among(nodes, num_positions, gap) if isinstance(route, Uncovered) else route
+        failed = frozenset(peer for peer, until in self._avoid.items() if until > now)
+        avoid = Avoid(avoid.peers | failed, avoid.pairs)
+        for attempt in range(MEASURING_PLANS):
+            left_out = set(look.unreachable)
+            if attempt == MEASURING_PLANS - 1:
+                left_out |= self._wanted(look) - look.nodes.keys()
+            candidates = self._candidates(r for peer, r in look.records.items() if peer not in left_out)
+            legs = self._topology(look)
+            answer = await self._planned(candidates, legs, workload, look, avoid, is_explained)
+            if isinstance(answer, Uncovered):
+                # Rather with a node that failed a moment ago than not at all: it may have been our link. And if there
+                # is no route, it is to be known why.
+                answer = await self._planned(candidates, legs, workload, look, Avoid(), True)
+            found: Planned | Uncovered
+            if isinstance(answer, Uncovered):
+                found = answer
+            else:
+                unmeasured = [stage.peer for stage in answer.route if stage.peer not in look.nodes]
+                if unmeasured:
+                    look.add(await self._connection.measure([look.records[peer] for peer in unmeasured]))
+                    continue
+                found = Planned(tuple((look.nodes[each.peer], each.layers) for each in answer.route), answer)
+            rejections = (*answer.rejections, *self._beside(look))
+            problem = ""
+            if isinstance(answer, Uncovered):
+                problem = why_no_route(
+                    answer,
+                    rejections,
+                    candidates,
+                    list(look.records.values()),
+                    list(look.unreachable.values()),
+                    model=self._model,
+                    num_layers=self._num_layers,
+                    numerics=self._numerics,
+                    room=workload.num_positions,
+                    rules=self.rules,
+                )
+            return Explained(found, look, candidates, legs, workload, rejections, frozenset(self._measured), problem)
+        raise AssertionError("the last plan is made of nodes that were measured")
 
-    def _choose_among(
-        self, nodes: Sequence[MeasuredNode], num_positions: int, gap: LayerRange | None
-    ) -> Planned | Uncovered:
-        first, stop = (0, self._num_layers) if gap is None else (gap.start, gap.stop)
-        rules = self._rules.resolve([node.peer for node in nodes])
-        nodes = [node for node in nodes if rules.rejects(_tags(node)) is None]
-        candidates = [
-            topology.Candidate(
-                peer=node.peer,
-                layers=LayerRange(max(shard.start, first) - first, min(shard.stop, stop) - first),
-                speed=topology.Speed(*shard.seconds_per_layer),
-                kv_free_positions=shard.kv_free_tokens,
-                queue_s=shard.queue_s,
-            )
-            for node in nodes
-            for shard in node.record.shards
-            if node.round_trip_s is not None
-            and shard.model_id == self._model.model_id
-            and shard.num_layers == self._num_layers
-            and shard.numerics == self._numerics
-            and shard.is_ready
-            and max(shard.start, first) < min(shard.stop, stop)
-        ]
-        starts = self._first_layers
-        planned = plan_route(
+    async def _planned(
+        self,
+        candidates: Sequence[Candidate],
+        legs: SwarmTopology,
+        workload: Workload,
+        look: Look,
+        avoid: Avoid,
+        is_explained: bool,
+    ) -> PlannedRoute | Uncovered:
+        search = partial(
+            plan_route,
             candidates,
-            SwarmTopology(
-                [node.record for node in nodes],
-                round_trips_s={node.peer: node.round_trip_s for node in nodes if node.round_trip_s is not None},
-            ),
-            num_layers=stop - first,
-            workload=Workload(num_positions=num_positions, row_bytes=self._row_bytes),
-            objective=self._objective,
-            first_layers=None if starts is None else [layer - first for layer in starts if first <= layer < stop],
-            is_explained=False,
+            legs,
+            num_layers=self._num_layers,
+            workload=workload,
+            objective=self.objective,
+            rules=self.rules.resolve(look.records.keys()),
+            first_layers=self._first_layers,
+            avoid=avoid,
+            is_explained=is_explained,
         )
-        if isinstance(planned, Uncovered):
-            return planned
-        by_peer = {node.peer: node for node in nodes}
-        return Planned(
-            tuple(
-                (by_peer[stage.peer], LayerRange(stage.layers.start + first, stage.layers.stop + first))
-                for stage in planned.route
-            )
+        return search() if len(candidates) < CANDIDATES_ON_LOOP else await asyncio.to_thread(search)
+
+    async def _patch(
+        self, look: Look, planned: Planned, lost: Collection[int], workload: Workload, avoid: Avoid
+    ) -> Planned | None:
+        """With nodes that are connected: whoever waits for a patch does not wait for links that may never come."""
+        kept = {node.peer: node for index, (node, _) in enumerate(planned.stages) if index not in lost}
+        nodes = {peer: node for peer, node in look.reached.items() if self._connection.links.is_connected(peer)} | kept
+        candidates = self._candidates(look.records.get(peer, node.record) for peer, node in nodes.items())
+        search = partial(
+            plan_patch,
+            candidates,
+            self._topology(look),
+            [RouteStage(peer, layers) for peer, layers in planned.places],
+            lost,
+            num_layers=self._num_layers,
+            workload=workload,
+            objective=self.objective,
+            rules=self.rules.resolve(nodes.keys()),
+            first_layers=self._first_layers,
+            avoid=avoid,
         )
+        answer = search() if len(candidates) < CANDIDATES_ON_LOOP else await asyncio.to_thread(search)
+        if isinstance(answer, Uncovered):
+            return None
+        return Planned(tuple((nodes[stage.peer], stage.layers) for stage in answer.route), answer)
 
-    def _explain(self, gap: Uncovered, nodes: Sequence[MeasuredNode], num_positions: int) -> str:
-        layers = ", ".join(str(r) for r in gap.layers)
-        message = f"no usable node serves layers {layers} of {self._model.name} in {self._numerics}"
-        if gap.without_room:
-            ranges = ", ".join(str(r) for r in gap.without_room)
-            message += f"; layers {ranges} are held without room for {num_positions} positions: ask for fewer tokens"
-        others = sorted(
-            # Records are other people's text: only what we know ourselves goes to a terminal as advice.
-            {s.numerics for n in nodes for s in n.record.shards if s.model_id == self._model.model_id}
-            & set(NUMERICS) - {self._numerics}
-        )
-        if others:
-            message += f"; nodes serve it in {', '.join(others)}: try --numerics {others[0]}"
-        unreachable = [node for node in nodes if node.round_trip_s is None]
-        if unreachable:
-            message += (
-                f"; {len(unreachable)} known nodes cannot be reached, the first because: {unreachable[0].problem}"
-            )
-        if not gap.without_room and not others:
-            message += (
-                f": start a node with `fusion-node join {self._model.name} --layers {gap.layers[0]} --peer ADDRESS`"
-            )
-        return message
+    def _beside(self, look: Look) -> list[Rejection]:
+        """Who is no candidate at all."""
+        found = []
+        for shard, record in self._shards(look):
+            layers = LayerRange(shard.start, shard.stop)
+            node = look.unreachable.get(PeerId(record.peer))
+            if node is not None:
+                found.append(Rejection(node.peer, layers, Reason.UNREACHABLE, f"cannot be reached: {node.problem}"))
+                continue
+            alone = [msgspec.structs.replace(record, shards=(shard,))]
+            found += [
+                Rejection(peer, layers, Reason.OUTSIDE, why)
+                for peer, why in topology.unusable(
+                    alone, model_id=self._model.model_id, num_layers=self._num_layers, numerics=self._numerics
+                )
+            ]
+        return found
 
-
-def _tags(node: MeasuredNode) -> topology.Candidate:
-    """A node as far as rules look at it."""
-    record = node.record
-    return topology.Candidate(
-        peer=node.peer,
-        layers=LayerRange(0, 1),
-        speed=topology.Speed(0.0, 0.0, 0.0),
-        kv_free_positions=0,
-        operator=record.operator,
-        region=record.region,
-        price=record.price,
-    )
+    def _shards(self, look: Look) -> Iterator[tuple[ShardRecord, NodeRecord]]:
+        """Of the model, with whose they are."""
+        for record in look.records.values():
+            for shard in record.shards:
+                if shard.model_id == self._model.model_id:
+                    yield shard, record

@@ -23,6 +23,7 @@ import msgspec
 import structlog
 
 from fusion_node.client.connection import MeasuredNode, SwarmConnection, ways_in
+from fusion_node.client.plan_view import PlanView, view_of
 from fusion_node.client.prefix_cache_core import MIN_POSITIONS, PrefixCache, Remembered
 from fusion_node.client.routing import Planned, Router
 from fusion_node.client.sampling import SamplingParams, choose_token
@@ -291,6 +292,28 @@ class SwarmClient:
         """
         return (await self._router.route(num_positions)).stages
 
+    async def plan(self, *, prompt_tokens: int = 64, max_tokens: int = 256) -> PlanView:
+        """Who would serve an answer of that length now, why, how long each part takes, and why the others would not.
+
+        Nothing is opened or computed at nodes. Where there is no route, the view says why.
+
+        Raises:
+            ContextTooLong: the prompt alone is as long as the model's context.
+            NoPeers: nobody of the swarm can be reached.
+        """
+        await self._loaded()
+        max_tokens = self._room(prompt_tokens, max_tokens)
+        return view_of(
+            await self._router.explain(prompt_tokens + max_tokens, num_prompt=prompt_tokens),
+            model=self.model,
+            numerics=self._numerics.name,
+            num_layers=self.num_layers,
+            objective=self._router.objective,
+            rules=self._router.rules,
+            prompt_tokens=prompt_tokens,
+            max_tokens=max_tokens,
+        )
+
     # inside
 
     def _generation(
@@ -301,7 +324,9 @@ class SwarmClient:
 
     def _load(self) -> tuple[Boundary, Tokenizer]:
         set_threads(self._threads)
-        return Boundary.load(self.model, numerics=self._numerics, device=self._device), Tokenizer(self.model.path)
+        boundary = Boundary.load(self.model, numerics=self._numerics, device=self._device)
+        self._router.user_step_s = _step_seconds(boundary)
+        return boundary, Tokenizer(self.model.path)
 
     async def _loaded(self) -> tuple[Boundary, Tokenizer]:
         if self._loading is None:
@@ -596,6 +621,16 @@ class _Work:
                 )
             )
         self.stats.stages = tuple(reports)
+
+
+def _step_seconds(boundary: Boundary) -> float:
+    """What this process needs for one token: the shortest of three, since the first one warms up."""
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        boundary.logits(boundary.embed([0]))
+        times.append(time.perf_counter() - began)
+    return min(times)
 
 
 def _wire_encoding(wire: str | None) -> str:

@@ -1,0 +1,89 @@
+"""Why there is no route, in one sentence that says what to do about it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from fusion_node.client.connection import MeasuredNode
+from fusion_node.client.user_rules import UserRules
+from fusion_node.engine.numerics import NUMERICS
+from fusion_node.store import StoredModel
+from fusion_node.types import PeerId
+from fusion_node.wire import printable
+from p2p.records import NodeRecord
+from scheduler.planner import uncovered_layers
+from scheduler.plans import Reason, Rejection, Uncovered
+from scheduler.topology import Candidate
+
+MAX_TOLD = 5
+"""Of the rules that leave nobody."""
+
+
+def why_no_route(
+    gap: Uncovered,
+    rejections: Sequence[Rejection],
+    candidates: Sequence[Candidate],
+    records: Sequence[NodeRecord],
+    unreachable: Sequence[MeasuredNode],
+    *,
+    model: StoredModel,
+    num_layers: int,
+    numerics: str,
+    room: int,
+    rules: UserRules,
+) -> str:
+    """For the message of NoRoute.
+
+    Args:
+        candidates: among which was planned.
+        records: of all nodes that were found.
+        room: positions of the session.
+    """
+    name, parts = model.name, []
+    told_rules = ", ".join(rules.in_words())
+    shards = [shard for record in records for shard in record.shards if shard.model_id == model.model_id]
+    if gap.against_rules:
+        ranges = ", ".join(map(str, gap.against_rules))
+        parts.append(f"no node for layers {ranges} of {name} is left by your rules: {_denied(gap, rejections)}")
+    elif _are_held(candidates, records, rules, num_layers, room):
+        why = f"no route keeps your rules ({told_rules})" if told_rules else "one of them would be needed twice"
+        parts.append(f"nodes serve all layers of {name} in {numerics}, but {why}")
+    else:
+        ranges = ", ".join(map(str, gap.layers))
+        parts.append(f"no usable node serves layers {ranges} of {name} in {numerics}")
+    if gap.without_room:
+        ranges = ", ".join(map(str, gap.without_room))
+        parts.append(f"layers {ranges} are held without room for {room} positions: ask for fewer tokens")
+    # Records are other people's text: only what we know ourselves goes to a terminal as advice.
+    others = sorted({shard.numerics for shard in shards} & set(NUMERICS) - {numerics})
+    if others:
+        parts.append(f"nodes serve it in {', '.join(others)}: try --numerics {others[0]}")
+    if loading := sum(not shard.is_ready for shard in shards):
+        parts.append(f"{loading} nodes are still loading it: try again soon")
+    if unreachable:
+        parts.append(f"{len(unreachable)} known nodes cannot be reached, the first because: {unreachable[0].problem}")
+    message = "; ".join(parts)
+    if gap.layers and not (gap.without_room or others or told_rules):
+        message += f": start a node with `fusion-node join {name} --layers {gap.layers[0]} --peer ADDRESS`"
+    return message
+
+
+def _are_held(
+    candidates: Sequence[Candidate], records: Sequence[NodeRecord], rules: UserRules, num_layers: int, room: int
+) -> bool:
+    """Whether nodes that may serve, and have room, hold all layers."""
+    resolved = rules.resolve([PeerId(record.peer) for record in records])
+    usable = [c.layers for c in candidates if c.kv_free_positions >= room and resolved.rejects(c) is None]
+    return not uncovered_layers(usable, num_layers)
+
+
+def _denied(gap: Uncovered, rejections: Iterable[Rejection]) -> str:
+    """Which rules leave nobody, and to how many nodes each of them applies."""
+    missing = {layer for layers in gap.against_rules for layer in range(layers.start, layers.stop)}
+    why = Counter(
+        each.text
+        for each in rejections
+        if each.reason is Reason.RULE and not missing.isdisjoint(range(each.layers.start, each.layers.stop))
+    )
+    return ", ".join(f"{count} × {printable(text, limit=120)}" for text, count in why.most_common(MAX_TOLD))

@@ -1,0 +1,328 @@
+"""Who is planned with, and who takes whose place: the router over links in memory, with nodes that claim things."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import cast
+
+import msgspec
+import pytest
+
+from fusion_node.cli.plan import WIDTH, in_words
+from fusion_node.client.connection import MAX_MEASURED, SwarmConnection
+from fusion_node.client.plan_view import PlanView, view_of
+from fusion_node.client.routing import Planned, Router
+from fusion_node.client.user_rules import UserRules
+from fusion_node.errors import NoRoute, PeerUnreachable
+from fusion_node.store import StoredModel
+from fusion_node.types import ModelId, PeerId
+from p2p.discovery import DiscoveryConfig
+from p2p.identity import Identity
+from p2p.links import LinkPool
+from p2p.memory import MemoryNetwork, MemoryWorld
+from p2p.memory_discovery import MemoryDiscovery, World
+from p2p.records import PROTOCOL_VERSION, CoordinateRecord, NodeRecord, ShardRecord, sign_record
+from scheduler.plans import Objective, Reason
+
+MODEL = ModelId("ab" * 32)
+NUM_LAYERS = 12
+
+
+@dataclass
+class Model:
+    """As much of a StoredModel as a router looks at."""
+
+    name: str = "tiny"
+    model_id: ModelId = MODEL
+
+
+class Node:
+    """A peer that accepts links, and announces what a test wants."""
+
+    def __init__(self, links: MemoryWorld, world: World, number: int) -> None:
+        self.identity = Identity.from_seed(number.to_bytes(32, "big"))
+        self.host = f"host{number}"
+        self.pool = LinkPool(
+            MemoryNetwork(links, self.identity, self.host),
+            self.peer,
+            on_frame=lambda peer, message, payload: None,
+            on_closed=lambda peer, error: None,
+        )
+        config = DiscoveryConfig(("127.0.0.1:0",), (), mdns=False, serve=True)
+        self.discovery = MemoryDiscovery(self.identity, config, world, clock=time.time)
+        self.num_dialled = 0
+
+    @property
+    def peer(self) -> PeerId:
+        return self.identity.peer_id
+
+    async def start(self, record: NodeRecord) -> None:
+        address = await self.pool.listen(f"{self.host}:0")
+        await self.discovery.start()
+        record = msgspec.structs.replace(record, peer=self.peer, data_addresses=(address,))
+        await self.discovery.announce(sign_record(record, self.identity), [MODEL])
+
+    @property
+    def links(self) -> list[PeerId]:
+        return [link.peer for link in self.pool.links()]
+
+
+def record(*shards: ShardRecord, **fields: object) -> NodeRecord:
+    now = time.time()
+    made = NodeRecord(
+        version=PROTOCOL_VERSION,
+        peer="",
+        sequence=1,
+        issued_at=now,
+        expires_at=now + 60.0,
+        data_addresses=(),
+        libp2p_addresses=(),
+        device="cpu",
+        memory_free_bytes=0,
+        shards=shards,
+        num_sessions=0,
+        software="test",
+    )
+    return msgspec.structs.replace(made, **fields)
+
+
+def shard(start: int, stop: int, ms: float = 5.0, **fields: object) -> ShardRecord:
+    """Layers that take so many milliseconds each."""
+    seconds = (ms / 1e3, ms / 1e3, ms / 1e3)
+    made = ShardRecord(MODEL, "tiny", start, stop, NUM_LAYERS, "f16r32", seconds, 4096)
+    return msgspec.structs.replace(made, **fields)
+
+
+class Swarm:
+    """Nodes, and one user."""
+
+    def __init__(self, stack: AsyncExitStack) -> None:
+        self.world, self.network = World(), MemoryWorld()
+        self.nodes: list[Node] = []
+        self._stack = stack
+        self.connection: SwarmConnection
+
+    async def node(self, *shards: ShardRecord, **fields: object) -> Node:
+        node = Node(self.network, self.world, len(self.nodes) + 1)
+        await node.start(record(*shards, **fields))
+        self._stack.push_async_callback(node.pool.aclose)
+        self._stack.push_async_callback(node.discovery.aclose)
+        self.nodes.append(node)
+        return node
+
+    async def router(self, *, rules: UserRules | None = None, objective: Objective = Objective.LATENCY) -> Router:
+        identity = Identity.generate()
+        entry = tuple(self.nodes[0].discovery.addresses)
+        discovery = MemoryDiscovery(
+            identity, DiscoveryConfig((), entry, mdns=False, serve=False), self.world, clock=time.time
+        )
+        network = MemoryNetwork(self.network, identity, "user")
+        self.connection = SwarmConnection(entry, identity=identity, discovery=discovery, network=network)
+        await self._stack.enter_async_context(self.connection)
+        return Router(
+            self.connection,
+            cast(StoredModel, Model()),
+            numerics="f16r32",
+            num_layers=NUM_LAYERS,
+            first_layers=None,
+            row_bytes=1152,
+            objective=objective,
+            rules=rules or UserRules(),
+        )
+
+
+@pytest.fixture
+async def swarm() -> AsyncIterator[Swarm]:
+    async with AsyncExitStack() as stack:
+        yield Swarm(stack)
+
+
+def places(planned: Planned) -> list[tuple[PeerId, str]]:
+    return [(peer, str(layers)) for peer, layers in planned.places]
+
+
+async def view(router: Router) -> PlanView:
+    return view_of(
+        await router.explain(320, num_prompt=64, wait=False),
+        model=cast(StoredModel, Model()),
+        numerics="f16r32",
+        num_layers=NUM_LAYERS,
+        objective=router.objective,
+        rules=router.rules,
+        prompt_tokens=64,
+        max_tokens=256,
+    )
+
+
+async def test_the_faster_of_two_that_hold_the_same_serves_and_the_other_is_its_alternate(swarm: Swarm) -> None:
+    first, slow, fast = (
+        await swarm.node(shard(0, 6)),
+        await swarm.node(shard(6, 12, 9.0)),
+        await swarm.node(shard(6, 12, 5.0)),
+    )
+    router = await swarm.router()
+    planned = await router.route(64)
+    assert places(planned) == [(first.peer, "0:6"), (fast.peer, "6:12")]
+    assert planned.expected_step_s == pytest.approx(0.060, abs=0.02)
+    alternates = await router.alternates(planned, 64)
+    assert [[(node.peer, str(layers)) for node, layers in each] for each in alternates] == [[], [(slow.peer, "6:12")]]
+
+
+async def test_layers_that_are_being_loaded_are_not_planned_with_and_are_told_of(swarm: Swarm) -> None:
+    await swarm.node(shard(0, 12, is_ready=False))
+    router = await swarm.router()
+    with pytest.raises(NoRoute, match=r"no usable node serves layers 0:12.*1 nodes are still loading it"):
+        await router.route(64, wait=False)
+    (rejected,) = (await view(router)).rejected
+    assert "loading" in rejected.why
+
+
+@pytest.mark.parametrize(
+    "absurd",
+    [
+        shard(0, 12, 0.0),
+        shard(0, 12, 1e-12, kv_free_tokens=2**53),
+        shard(0, 12, 1e8),
+        shard(0, 4000, 0.0, num_layers=4000),
+        shard(0, 4, 0.0, num_layers=4),
+    ],
+    ids=["no time at all", "next to no time", "a day per layer", "more layers than there are", "fewer layers"],
+)
+async def test_absurd_claim_leaves_the_other_nodes_where_they_were(swarm: Swarm, absurd: ShardRecord) -> None:
+    honest = await swarm.node(shard(0, 12, 2.0))
+    liar = await swarm.node(absurd, price=1e9, up_Bps=2**53, coordinate=CoordinateRecord((1e3, -1e3, 1e3), 1e5, 0.0))
+    router = await swarm.router(rules=UserRules(deny=(liar.peer,)))
+    alone = await router.route(64)
+    among = await (await swarm.router()).route(64)
+    assert places(alone) == [(honest.peer, "0:12")]
+    assert alone.expected_step_s == pytest.approx(0.026, abs=0.01)
+    # It may be taken at its word until it was measured, but what it says of itself changes nothing about the other.
+    assert places(among) in ([(honest.peer, "0:12")], [(liar.peer, "0:12")])
+
+
+async def test_a_node_that_took_longer_than_it_says_loses_its_place_and_the_plan_says_so(swarm: Swarm) -> None:
+    honest, liar = await swarm.node(shard(0, 12, 2.0)), await swarm.node(shard(0, 12, 0.1))
+    router = await swarm.router()
+    planned = await router.route(64)
+    assert places(planned) == [(liar.peer, "0:12")]
+    for _ in range(8):
+        router.observe_round(planned.places, [(0.0012, 0.0)], num_rows=1, round_s=0.090)
+    assert places(await router.route(64)) == [(honest.peer, "0:12")]
+    (rejected,) = (await view(router)).rejected
+    assert rejected.peer == liar.peer
+    assert "announces 0.1 ms per layer" in rejected.note
+
+
+async def test_whom_the_rules_deny_is_not_even_dialled_and_the_error_says_which_rule(swarm: Swarm) -> None:
+    await swarm.node(shard(0, 6))
+    denied = await swarm.node(shard(6, 12), region="us-east")
+    router = await swarm.router(rules=UserRules(deny=("region:us",)))
+    with pytest.raises(NoRoute, match=r"no node for layers 6:12 of tiny is left by your rules: 1 × .*region us"):
+        await router.route(64, wait=False)
+    assert denied.links == []
+    (rejected,) = [each for each in (await view(router)).rejected if each.peer == denied.peer]
+    assert rejected.reason == Reason.RULE
+
+
+async def test_rule_about_the_whole_route_is_named_when_nothing_keeps_it(swarm: Swarm) -> None:
+    await swarm.node(shard(0, 6), operator="anna")
+    await swarm.node(shard(6, 12), operator="anna")
+    assert len((await (await swarm.router()).route(64)).stages) == 2
+    for rules, named in (
+        (UserRules(distinct_operators=True), "distinct operators"),
+        (UserRules(max_stages=1), "1 stage"),
+    ):
+        router = await swarm.router(rules=rules)
+        with pytest.raises(NoRoute, match=rf"tiny.*{named}"):
+            await router.route(64, wait=False)
+
+
+async def test_rules_lead_the_route_around_a_node(swarm: Swarm) -> None:
+    whole = await swarm.node(shard(0, 12, 1.0), operator="big")
+    first, second = await swarm.node(shard(0, 6)), await swarm.node(shard(6, 12))
+    assert places(await (await swarm.router()).route(64)) == [(whole.peer, "0:12")]
+    router = await swarm.router(rules=UserRules(deny=(whole.peer[-8:],)))
+    assert places(await router.route(64)) == [(first.peer, "0:6"), (second.peer, "6:12")]
+
+
+async def test_node_that_failed_a_moment_ago_is_avoided_but_better_than_none(swarm: Swarm) -> None:
+    fast, slow = await swarm.node(shard(0, 12, 1.0)), await swarm.node(shard(0, 12, 9.0))
+    router = await swarm.router()
+    assert places(await router.route(64)) == [(fast.peer, "0:12")]
+    router.note_failure(PeerUnreachable(fast.peer, "gone"))
+    assert places(await router.route(64)) == [(slow.peer, "0:12")]
+    assert places(await router.route(64, avoid_peers=[slow.peer])) == [(fast.peer, "0:12")]
+
+
+async def test_patch_replaces_the_lost_stage_alone_with_one_node_or_several(swarm: Swarm) -> None:
+    first = await swarm.node(shard(0, 4))
+    middle = await swarm.node(shard(4, 8))
+    last = await swarm.node(shard(8, 12))
+    left, right = await swarm.node(shard(3, 6, 30.0)), await swarm.node(shard(6, 9, 30.0))
+    router = await swarm.router()
+    planned = await router.route(64)
+    assert places(planned) == [(first.peer, "0:4"), (middle.peer, "4:8"), (last.peer, "8:12")]
+    patched = await router.patch(planned, [1], 64)
+    assert patched is not None
+    assert places(patched) == [
+        (first.peer, "0:4"),
+        (left.peer, "4:6"),
+        (right.peer, "6:8"),
+        (last.peer, "8:12"),
+    ]
+    assert await router.patch(planned, [0], 64) is None
+    assert await router.patch(planned, [1], 64, avoid_peers=[left.peer]) is None
+    assert await router.patch(planned, [1], 64, avoid_pairs=[(last.peer, right.peer)]) is None
+
+
+async def test_patch_finds_a_node_that_came_after_the_last_look(swarm: Swarm) -> None:
+    lost = await swarm.node(shard(0, 12))
+    router = await swarm.router()
+    planned = await router.route(64)
+    newcomer = await swarm.node(shard(0, 12))
+    assert await router.alternates(planned, 64) == ((),)
+    patched = await router.patch(planned, [0], 64)
+    assert patched is not None
+    assert places(patched) == [(newcomer.peer, "0:12")]
+    assert lost.peer not in {peer for peer, _ in patched.places}
+
+
+async def test_of_a_large_swarm_a_part_is_measured_and_no_route_leads_over_the_rest_unmeasured(swarm: Swarm) -> None:
+    away = CoordinateRecord((0.001, 0.0, 0.0), 0.0001, 0.1)
+    for number in range(MAX_MEASURED + 6):
+        await swarm.node(shard(0, 12, 5.0 + number % 7), coordinate=away)
+    router = await swarm.router()
+    planned = await router.route(64)
+    (stage,) = planned.stages
+    assert stage[0].round_trip_s is not None
+    told = await view(router)
+    assert told.num_found == MAX_MEASURED + 6
+    assert MAX_MEASURED <= told.num_measured < told.num_found
+    assert told.coordinate_error is not None
+
+
+async def test_plan_is_readable_in_eighty_columns_and_hides_no_control_character(swarm: Swarm) -> None:
+    await swarm.node(shard(0, 6), operator="anna\x1b[31m", region="eu\u202ewest", device="gpu\x07" + "x" * 80)
+    await swarm.node(shard(6, 12, 9.0, queue_s=0.004), price=0.25)
+    await swarm.node(shard(6, 12))
+    await swarm.node(shard(0, 12, numerics="fp32\x1b"))
+    await swarm.node(shard(4, 5))
+    told = await view(await swarm.router())
+    text = "\n".join(in_words(told))
+    assert all(line.isprintable() for line in text.splitlines())
+    assert max(map(len, text.splitlines())) <= WIDTH
+    assert "tokens/s" in text
+    assert "not chosen:" in text
+    assert {stage.stop for stage in told.stages} == {6, 12}
+    assert len(told.legs) == 3
+    assert told.ms_per_token == pytest.approx(
+        sum(leg.ms for leg in told.legs)
+        + sum(stage.compute_ms + stage.queue_ms for stage in told.stages)
+        + told.user_ms,
+        abs=0.01,
+    )
+    assert {each.reason for each in told.rejected} == {"slower", "outside"}
+    assert msgspec.json.decode(msgspec.json.encode(told), type=PlanView) == told
