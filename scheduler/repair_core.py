@@ -384,11 +384,13 @@ class StepTimes:
         few_s = self._few.bound
         if few_s is None:
             few_s = max(FIRST_TIMEOUT_S, 4 * (self._expected_s or 0.0))
+        per_row_s = self._many.bound
         if num_rows <= _FEW_ROWS:
             own_s = few_s
+        elif per_row_s is None:
+            own_s = few_s + num_rows * FIRST_TIMEOUT_PER_ROW_S
         else:
-            per_row_s = self._many.bound
-            own_s = few_s + num_rows * (FIRST_TIMEOUT_PER_ROW_S if per_row_s is None else per_row_s)
+            own_s = num_rows * per_row_s
         return min(max(own_s, MIN_TIMEOUT_S), MAX_TIMEOUT_S)
 
 
@@ -503,8 +505,9 @@ class Watch:
         if self._asked.pop(stage, None) is None:
             return
         for accuser, accused in list(self._accusations):
-            if not {accuser, accused} & self._asked.keys():
-                self._accusations.remove((accuser, accused))
+            if (accuser, accused) in self._accusations and not {accuser, accused} & self._asked.keys():
+                # Where both accuse each other, who spoke first is believed: one of the two is enough to replace.
+                self._accusations = [pair for pair in self._accusations if set(pair) != {accuser, accused}]
                 self._found.append(Verdict(accused, Cause.PAIR, accuser))
         self._end_round(now)
 

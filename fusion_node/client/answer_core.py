@@ -7,26 +7,79 @@ Nobody but the peer that an error names is avoided for it, and hearsay alone has
 Assumes: a shell that does what the events say, in their order, before it sends ``messages_to_send``, and answers each
 Wants… once. Positions are numbered from 0; the rows of any position can be made again from its token at any time.
 
-States: ROUTING (a whole route is asked for), CONNECTING, OPENING, RUNNING, REPAIRING (a stage is lost; part of a route
-is asked for, or its session is being resumed), CLOSED, FAILED.
+States: there is a session or not; a route may be asked for (``_asked``) or be connected to (``_next``) beside it. A
+session that is BROKEN waits for one of these. Over: closed, or failed with an error, told once.
 Timers: those of the session (fusion_node.client.session_core), looking for a route again, and choosing alternates
 again, all in seconds of the monotonic clock.
 
-Source: docs/protocol-data-plane.md, "Repair", and docs/design.md, "When something fails".
+Source: docs/protocol-data-plane.md, "Repair", and docs/design.md, "When something fails". Still ugly: a route is
+replaced stage by stage or as a whole, never moved to a better one.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+import itertools
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from fusion_node.client.session_core import Prefix
-from fusion_node.errors import FusionError, PeerError
+from fusion_node.client import session_core
+from fusion_node.client.session_core import (
+    CannotResume,
+    Fault,
+    OpenLease,
+    Prefix,
+    RowsWanted,
+    SessionCore,
+    SessionState,
+    StepDone,
+)
+from fusion_node.errors import FusionError, PeerError, RemoteProtocolError
 from fusion_node.types import LayerRange, MonotonicS, PeerId
-from p2p.messages import AnyMessage, StageTiming, Step, TensorMeta
+from p2p.identity import short
+from p2p.messages import AnyMessage, Step, TensorMeta
 from p2p.records import Plan, PlanStage
+from scheduler.repair_core import Attempt, Cause, Recovered, RepairPolicy, StepTimes
+
+MIN_CHUNK_TOKENS = 32
+MAX_CHUNK_TOKENS = 256
+"""Prefill chunks travel behind one another, so several stages compute at once. Small ones fill the pipeline sooner,
+large ones use the linears better; 256 rows of hidden size 8,192 in float32 are 8 MiB."""
+
+CHUNKS_PER_STAGE = 2
+
+ROUTE_PATIENCE_S = 8.0
+"""How long layers may stay uncovered before that is an error: nodes that start together announce one by one."""
+
+ROUTE_RETRY_S = 0.5
+SOFT_RETRY_S = 2.0
+"""Until another node is looked for again, in place of one that is silent or about to leave, and that nobody can replace
+now."""
+
+ALTERNATES_EVERY_S = 10.0
+
+__all__ = [
+    "AnswerCore",
+    "AnswerEvent",
+    "Failed",
+    "Opened",
+    "PeerFailed",
+    "Place",
+    "Prefix",
+    "RepairKind",
+    "Repaired",
+    "RouteKind",
+    "RowsWanted",
+    "SessionBegan",
+    "SessionEnded",
+    "StepDone",
+    "WantsAlternates",
+    "WantsConnection",
+    "WantsRoute",
+]
 
 MakePlan: TypeAlias = "Callable[[bytes, int, tuple[PlanStage, ...]], tuple[Plan, bytes]]"
 """From a session's id, an epoch and the stages to the plan and its signed form."""
@@ -126,47 +179,6 @@ class Opened:
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class RowsWanted:
-    """The rows of these positions are to be sent to the first stage: answered by ``rows_ready``, in this order.
-
-    Attributes:
-        session, epoch: for which they are.
-        sequence: of the log entry.
-        covers: entries that it stands for.
-        want_last: whether the row of the last position is to come back.
-        stop_stage: where the entry ends; None: it comes back to the user.
-        is_replay: they were sent before, in this session or an earlier one.
-    """
-
-    session: bytes
-    epoch: int
-    sequence: int
-    covers: int
-    first_position: int
-    num_positions: int
-    want_last: bool
-    stop_stage: int | None
-    is_replay: bool
-
-
-@dataclass(frozen=True, slots=True)
-class StepDone:
-    """Positions were computed by every stage.
-
-    Attributes:
-        num_computed: so many positions are, from the first.
-        has_row: the row of the last of them came back, and is wanted: choose a token and say ``append``, or
-            ``result_unfit``, or ``close``.
-    """
-
-    sequence: int
-    num_computed: int
-    has_row: bool
-    round_trip_s: float
-    timings: tuple[StageTiming, ...]
-
-
 class RepairKind(enum.StrEnum):
     """How an answer went on."""
 
@@ -229,6 +241,31 @@ AnswerEvent: TypeAlias = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Next:
+    """A route that was chosen, and is being connected to."""
+
+    kind: RouteKind
+    places: tuple[Place, ...]
+    prefix: Prefix | None = None
+    expected_step_s: float | None = None
+
+
+@dataclass(slots=True)
+class _Repair:
+    """What has happened since the last result."""
+
+    kind: RepairKind
+    stage: int
+    peer: PeerId
+    cause: str
+    since: MonotonicS
+    is_awaited: bool
+    """Whether a result was awaited then."""
+    replayed_positions: int = 0
+    replayed_bytes: int = 0
+
+
 class AnswerCore:
     """One answer.
 
@@ -237,6 +274,13 @@ class AnswerCore:
         row_size, wire_dtype: of the rows that come back.
         make_plan: see MakePlan.
         new_session: draws the id of a session.
+        open_lease: checks signed leases; None: they are not looked at.
+
+    Attributes:
+        places: of the present route.
+        session: id of the present session; empty while there is none.
+        epoch: of its plan.
+        num_computed: positions that every stage has computed.
     """
 
     def __init__(
@@ -247,56 +291,186 @@ class AnswerCore:
         wire_dtype: str,
         make_plan: MakePlan,
         new_session: Callable[[], bytes],
+        open_lease: OpenLease | None = None,
     ) -> None:
-        raise NotImplementedError
+        self.places: tuple[Place, ...] = ()
+        self._num_positions = num_prompt
+        self._row_size = row_size
+        self._wire_dtype = wire_dtype
+        self._make_plan = make_plan
+        self._new_session = new_session
+        self._open_lease = open_lease
+        self._policy = RepairPolicy()
+        self._session: SessionCore | None = None
+        self._has_log = False
+        """The session is open, and what is to be computed has been appended to it."""
+        self._num_sent = 0
+        """Positions whose rows were sent in any session."""
+        self._num_done = 0
+        """Positions that were computed in any session."""
+        self._num_out = 0
+        """Positions up to the last whose row has come out."""
+        self._appended_at = MonotonicS(0.0)
+        self._faults: dict[int, Fault] = {}
+        self._last_error: PeerError | None = None
+        self._asked: WantsRoute | None = None
+        self._num_asked = 0
+        self._patience_until: MonotonicS | None = None
+        self._next: _Next | None = None
+        self._connected: set[PeerId] = set()
+        self._connecting: set[PeerId] = set()
+        self._alternates: tuple[tuple[Place, ...], ...] = ()
+        self._alternates_at: MonotonicS | None = None
+        self._retry_at: MonotonicS | None = None
+        self._repair: _Repair | None = None
+        self._is_over = False
+        self._outbox: list[tuple[PeerId, AnyMessage]] = []
+        self._events: deque[AnswerEvent] = deque()
+
+    @property
+    def session(self) -> bytes:
+        return b"" if self._session is None else self._session.plan.session
+
+    @property
+    def epoch(self) -> int:
+        return 0 if self._session is None else self._session.plan.epoch
+
+    @property
+    def num_computed(self) -> int:
+        return 0 if self._session is None else self._session.num_computed
 
     def start(self, *, now: MonotonicS) -> None:
         """Asks for the first route."""
-        raise NotImplementedError
+        self._ask_whole("a new answer", now)
 
-    def routed(self, number: int, places: tuple[Place, ...], *, now: MonotonicS, prefix: Prefix | None = None) -> None:
+    # what the shell answers
+
+    def routed(
+        self,
+        number: int,
+        places: tuple[Place, ...],
+        *,
+        now: MonotonicS,
+        prefix: Prefix | None = None,
+        expected_step_s: float | None = None,
+    ) -> None:
         """The route that was asked for: of a PATCH too, all of its stages.
 
         Args:
             prefix: an earlier session over the same places, with which a WHOLE route is to begin.
+            expected_step_s: of a decode step over it, by the cost model.
         """
-        raise NotImplementedError
+        asked = self._asked
+        if self._is_over or asked is None or asked.number != number:
+            return
+        self._asked = None
+        self._choose(_Next(asked.kind, places, prefix, expected_step_s), now)
+        self._follow(now)
 
     def no_route(self, number: int, error: FusionError, *, now: MonotonicS) -> None:
         """There is none."""
-        raise NotImplementedError
+        asked = self._asked
+        if self._is_over or asked is None or asked.number != number:
+            return
+        self._asked = None
+        if asked.kind is RouteKind.WHOLE:
+            if self._patience_until is not None and now < self._patience_until:
+                self._retry_at = MonotonicS(now + ROUTE_RETRY_S)
+            else:
+                self._fail(error)
+        elif self._can_wait:
+            self._retry_at = MonotonicS(now + SOFT_RETRY_S)
+        elif all(fault.cause is Cause.PAIR for fault in self._faults.values()):
+            # Nobody else is there, and both nodes are well: they may find to each other again.
+            self._choose(_Next(RouteKind.PATCH, self.places), now)
+        else:
+            self._ask_whole(asked.reason, now)
+        self._follow(now)
 
     def connected(self, peer: PeerId, *, now: MonotonicS) -> None:
         """A link is there."""
-        raise NotImplementedError
+        self._connected.add(peer)
+        self._connecting.discard(peer)
+        self._go_if_connected(now)
+        self._follow(now)
 
     def unreachable(self, peer: PeerId, error: PeerError, *, now: MonotonicS) -> None:
         """There is no link."""
-        raise NotImplementedError
+        self._connected.discard(peer)
+        if self._is_over or peer not in self._connecting:
+            return
+        self._connecting.clear()
+        self._next = None
+        self._avoid(error, now)
+        self._try_again(now)
+        self._follow(now)
 
     def alternates(self, found: tuple[tuple[Place, ...], ...], *, now: MonotonicS) -> None:
         """Per stage of the present route its alternate, one or several nodes that are linked; empty where none is."""
-        raise NotImplementedError
+        if len(found) == len(self.places):
+            self._alternates = found
+            self._connected.update(place.peer for places in found for place in places)
+
+    # what comes from outside
 
     def receive(self, message: AnyMessage, *, source: PeerId, now: MonotonicS) -> None:
         """A message of one of its sessions."""
-        raise NotImplementedError
+        session = self._session
+        if session is not None and getattr(message, "session", None) == session.plan.session:
+            session.receive(message, source=source, now=now)
+            self._follow(now)
 
     def link_closed(self, peer: PeerId, error: FusionError, *, now: MonotonicS) -> None:
-        """A link to a peer is gone, or what was to be sent to it cannot be."""
-        raise NotImplementedError
+        """A link to a peer is gone, or what was to be sent to it cannot be.
+
+        An error that is no PeerError is ours: the answer ends with it, and nobody is avoided.
+        """
+        if self._is_over:
+            return
+        if not isinstance(error, PeerError):
+            self._fail(error)
+            return
+        self._connected.discard(peer)
+        if self._session is not None:
+            self._session.link_closed(peer, error, now=now)
+        if self._next is not None and peer not in self._connecting and any(p.peer == peer for p in self._next.places):
+            self._connecting.add(peer)
+            self.unreachable(peer, error, now=now)
+        self._follow(now)
+
+    # rows and results
 
     def rows_ready(self, wanted: RowsWanted, tensor: TensorMeta, *, now: MonotonicS) -> tuple[PeerId, Step] | None:
         """Where to send the rows, and the header before them; None when they are not wanted any more."""
-        raise NotImplementedError
+        session = self._session
+        if session is None or wanted.session != session.plan.session:
+            return None
+        sent = session.rows_ready(wanted, tensor, now=now)
+        if sent is not None:
+            self._num_sent = max(self._num_sent, wanted.first_position + wanted.num_positions)
+        self._follow(now)
+        return sent
 
     def append(self, *, now: MonotonicS) -> None:
         """The token of one more position was chosen: its row is wanted next."""
-        raise NotImplementedError
+        self._num_positions += 1
+        self._appended_at = now
+        if self._session is not None and self._has_log:
+            self._session.append(1, want_last=True, now=now)
+            self._follow(now)
 
     def result_unfit(self, reason: str, *, now: MonotonicS) -> None:
         """The row that came out last cannot be used (it is not finite, or does not decode): its sender's fault."""
-        raise NotImplementedError
+        if self._is_over:
+            return
+        peer = self.places[-1].peer
+        error = RemoteProtocolError(peer, f"node {short(peer)} returned a bad row: {reason}")
+        num_out, self._num_out = self._num_out, 0
+        if self._session is None or not self._has_log:
+            return  # everything is being computed again anyway
+        if self._session.num_computed == num_out == self._num_positions:
+            self._session.result_unfit(error, now=now)
+        self._follow(now)
 
     def close(self, *, retain: bool, now: MonotonicS) -> None:
         """The answer is over for the user. Nothing is waited for.
@@ -304,20 +478,326 @@ class AnswerCore:
         Args:
             retain: ask the stages to keep its KV for a later session with the same beginning.
         """
-        raise NotImplementedError
+        if not self._is_over:
+            if self._repair is not None:
+                self._tell_repaired(now if self._repair.is_awaited else self._repair.since)
+            self._end_session(retain=retain)
+            self._is_over = True
+
+    # time and what comes out
 
     def get_timer(self) -> MonotonicS | None:
         """When handle_timer is due."""
-        raise NotImplementedError
+        if self._is_over:
+            return None
+        due = [self._retry_at, self._alternates_at]
+        if self._session is not None:
+            due.append(self._session.get_timer())
+        return min((at for at in due if at is not None), default=None)
 
     def handle_timer(self, *, now: MonotonicS) -> None:
         """May be called late, never early: how late is not held against anybody."""
-        raise NotImplementedError
+        if self._is_over:
+            return
+        if self._session is not None:
+            self._session.handle_timer(now=now)
+        if self._retry_at is not None and self._retry_at <= now:
+            self._retry_at = None
+            self._look(now)
+        if self._alternates_at is not None and self._alternates_at <= now:
+            self._want_alternates(now)
+        self._follow(now)
 
     def messages_to_send(self) -> list[tuple[PeerId, AnyMessage]]:
         """Drained, in order, after the events."""
-        raise NotImplementedError
+        outbox, self._outbox = self._outbox, []
+        return outbox
 
     def next_event(self) -> AnswerEvent | None:
         """Drained one by one, in order."""
-        raise NotImplementedError
+        return self._events.popleft() if self._events else None
+
+    # routes
+
+    def _ask(self, kind: RouteKind, lost: tuple[int, ...], reason: str, now: MonotonicS) -> None:
+        self._retry_at = None
+        self._next = None
+        self._connecting.clear()
+        self._num_asked += 1
+        self._asked = WantsRoute(
+            number=self._num_asked,
+            kind=kind,
+            lost=lost,
+            avoid_peers=self._policy.avoid_peers(now=now),
+            avoid_pairs=self._policy.avoid_pairs(now=now),
+            wait=kind is RouteKind.WHOLE,
+            reason=reason,
+        )
+        self._events.append(self._asked)
+
+    def _ask_whole(self, reason: str, now: MonotonicS) -> None:
+        if self._patience_until is None:
+            self._patience_until = MonotonicS(now + ROUTE_PATIENCE_S)
+        self._ask(RouteKind.WHOLE, (), reason, now)
+
+    def _choose(self, chosen: _Next, now: MonotonicS) -> None:
+        if chosen.kind is RouteKind.PATCH and not self._fits(chosen.places):
+            self._ask_whole("no part of the route can be replaced", now)
+            return
+        self._next = chosen
+        self._patience_until = None if chosen.kind is RouteKind.WHOLE else self._patience_until
+        missing = [place for place in chosen.places if place.peer not in self._connected]
+        self._connecting = {place.peer for place in missing}
+        self._events.extend(WantsConnection(place) for place in missing)
+        self._go_if_connected(now)
+
+    def _fits(self, places: tuple[Place, ...]) -> bool:
+        """Whether all stages that are not lost are there, and nobody twice."""
+        kept = {(p.peer, p.layers) for i, p in enumerate(self.places) if i not in self._faults}
+        named = [(place.peer, place.layers) for place in places]
+        return kept <= set(named) and len({peer for peer, _ in named}) == len(named)
+
+    def _go_if_connected(self, now: MonotonicS) -> None:
+        chosen = self._next
+        if chosen is None or self._connecting or self._is_over:
+            return
+        self._next = None
+        if chosen.kind is RouteKind.WHOLE:
+            self._begin_session(chosen, now)
+        else:
+            self._replace(chosen.places, now)
+
+    # sessions
+
+    def _begin_session(self, chosen: _Next, now: MonotonicS) -> None:
+        if self._session is not None:
+            self._end_session(retain=False)
+        key = self._new_session()
+        plan, signed = self._make_plan(key, 0, tuple(place.stage for place in chosen.places))
+        self.places = chosen.places
+        self._faults.clear()
+        self._alternates = ()
+        self._has_log = False
+        self._session = SessionCore(
+            plan,
+            signed,
+            row_size=self._row_size,
+            wire_dtype=self._wire_dtype,
+            prefix=chosen.prefix,
+            round_trips_s=[place.round_trip_s for place in chosen.places],
+            times=StepTimes(chosen.expected_step_s),
+            open_lease=self._open_lease,
+            known_positions=self._num_sent,
+        )
+        self._events.append(SessionBegan(key, chosen.places))
+        self._session.start(now=now)
+
+    def _end_session(self, *, retain: bool) -> None:
+        session, self._session = self._session, None
+        self._alternates_at = None
+        if session is not None:
+            if self._repair is not None:
+                self._repair.replayed_positions += session.replayed_positions
+                self._repair.replayed_bytes += session.replayed_bytes
+            session.close(retain=retain)
+            self._outbox += session.messages_to_send()
+            self._events.append(SessionEnded(session.plan.session))
+
+    def _replace(self, places: tuple[Place, ...], now: MonotonicS) -> None:
+        session = self._session
+        if session is None:
+            return
+        is_resumed = [(p.peer, p.layers) for p in places] == [(p.peer, p.layers) for p in self.places]
+        staying = {place.peer for place in places}
+        for fault in self._faults.values():
+            if fault.cause is Cause.SILENT:
+                self._avoid(fault.error, now)
+            if self._repair is None:
+                self._note_repair(fault, now)
+        if self._repair is not None:
+            self._repair.kind = RepairKind.RESUMED if is_resumed else RepairKind.PATCHED
+        # Who is about to leave, and nobody could replace so far, still is.
+        leaving = {self.places[s].peer: f for s, f in self._faults.items() if f.cause is Cause.DRAINING}
+        self.places = places
+        self._faults = {i: leaving[p.peer] for i, p in enumerate(places) if p.peer in leaving and p.peer in staying}
+        self._alternates = ()
+        self._alternates_at = None
+        plan, signed = self._make_plan(
+            session.plan.session, session.plan.epoch + 1, tuple(place.stage for place in places)
+        )
+        session.replace(plan, signed, round_trips_s=[place.round_trip_s for place in places], now=now)
+
+    def _follow(self, now: MonotonicS) -> None:
+        """What the session has to say."""
+        while (session := self._session) is not None and (event := session.next_event()) is not None:
+            self._outbox += session.messages_to_send()
+            match event:
+                case session_core.Opened():
+                    self._opened(session, event, now)
+                case RowsWanted():
+                    self._events.append(event)
+                case StepDone():
+                    self._done(event, now)
+                case Fault():
+                    self._found_fault(event, now)
+                case Recovered(stage):
+                    self._recovered(stage)
+                case CannotResume(stage):
+                    peer = self.places[stage].peer
+                    self._try_again(now, with_whole=f"node {short(peer)} has not kept what it handed on")
+        if self._session is not None:
+            self._outbox += self._session.messages_to_send()
+
+    def _opened(self, session: SessionCore, event: session_core.Opened, now: MonotonicS) -> None:
+        self._policy.opened()
+        self._patience_until = None
+        self._events.append(Opened(session.plan.session, self.places, event.reused_positions, event.epoch))
+        self._want_alternates(now)
+        if not self._has_log:
+            self._has_log = True
+            size = -(-(self._num_positions - event.reused_positions) // (CHUNKS_PER_STAGE * len(self.places)))
+            size = min(max(size, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS)
+            for start in range(event.reused_positions, self._num_positions, size):
+                stop = min(start + size, self._num_positions)
+                session.append(stop - start, want_last=stop == self._num_positions, now=now)
+        if self._faults:
+            self._look(now)
+
+    def _done(self, done: StepDone, now: MonotonicS) -> None:
+        if done.num_computed <= self._num_out:
+            done = dataclasses.replace(done, has_row=False)  # it is out already
+        elif done.has_row:
+            self._num_out = done.num_computed
+        if self._session is not None and self._session.state is SessionState.READY:
+            if done.num_computed > self._num_done:
+                self._policy.progressed()
+            if self._repair is not None and done.num_computed >= self._num_done:
+                self._tell_repaired(now)
+        self._num_done = max(self._num_done, done.num_computed)
+        self._events.append(done)
+
+    def _want_alternates(self, now: MonotonicS) -> None:
+        self._alternates_at = MonotonicS(now + ALTERNATES_EVERY_S)
+        self._events.append(WantsAlternates(self._policy.avoid_peers(now=now), self._policy.avoid_pairs(now=now)))
+
+    # faults
+
+    @property
+    def _can_wait(self) -> bool:
+        """The session goes on for now."""
+        return self._session is not None and self._session.state is SessionState.READY
+
+    def _found_fault(self, fault: Fault, now: MonotonicS) -> None:
+        self._faults[fault.stage] = fault
+        self._last_error = fault.error
+        if fault.cause is Cause.PAIR and fault.accuser is not None:
+            self._policy.pair_failed(self.places[fault.accuser].peer, self.places[fault.stage].peer, now=now)
+        elif fault.cause is not Cause.SILENT:
+            self._avoid(fault.error, now)
+        if self._can_wait:
+            self._look(now)
+            return
+        if fault.cause is Cause.SILENT and not self._has_log:
+            self._avoid(fault.error, now)
+        self._note_repair(fault, now)
+        self._try_again(now)
+
+    def _recovered(self, stage: int) -> None:
+        self._faults.pop(stage, None)
+        if not self._faults:
+            self._asked = self._next = self._retry_at = None
+            self._connecting.clear()
+
+    def _note_repair(self, fault: Fault, now: MonotonicS) -> None:
+        """The first of several faults is what the stall is put down to."""
+        if self._repair is None and self._has_log and self._session is not None:
+            waiting_since = self._session.waiting_since
+            self._repair = _Repair(
+                RepairKind.PATCHED,
+                fault.stage,
+                self.places[fault.stage].peer,
+                fault.cause.value,
+                since=now if waiting_since is None else waiting_since,
+                is_awaited=waiting_since is not None,
+                replayed_positions=-self._session.replayed_positions,
+                replayed_bytes=-self._session.replayed_bytes,
+            )
+
+    def _tell_repaired(self, now: MonotonicS) -> None:
+        repair, self._repair = self._repair, None
+        if repair is None:
+            return
+        if self._session is not None:
+            repair.replayed_positions += self._session.replayed_positions
+            repair.replayed_bytes += self._session.replayed_bytes
+        since = repair.since if repair.is_awaited else max(repair.since, self._appended_at)
+        self._events.append(
+            Repaired(
+                repair.kind,
+                repair.stage,
+                repair.peer,
+                repair.cause,
+                max(0.0, now - since),
+                repair.replayed_positions,
+                repair.replayed_bytes,
+            )
+        )
+
+    def _try_again(self, now: MonotonicS, with_whole: str = "") -> None:
+        """An attempt has failed.
+
+        Args:
+            with_whole: why part of a route will not do; empty: it may.
+        """
+        attempt = self._policy.next_attempt()
+        if attempt is Attempt.GIVE_UP:
+            self._fail(self._last_error or FusionError("no node could be found that goes on with the answer"))
+        elif with_whole or attempt is Attempt.PREFILL or not self._has_log:
+            if self._repair is not None:
+                self._repair.kind = RepairKind.PREFILLED
+            self._ask_whole(with_whole or str(self._last_error), now)
+        else:
+            self._look(now)
+
+    def _look(self, now: MonotonicS) -> None:
+        """For whom to go on with: somebody else in the place of who is lost, or another route."""
+        if self._session is None or not self._has_log or not self._faults:
+            self._ask_whole(str(self._last_error or "a new answer"), now)
+            return
+        patched = self._with_alternates(now)
+        if patched is not None:
+            self._choose(_Next(RouteKind.PATCH, patched), now)
+        else:
+            reason = "; ".join(str(fault.error) for fault in self._faults.values())
+            self._ask(RouteKind.PATCH, tuple(sorted(self._faults)), reason, now)
+
+    def _with_alternates(self, now: MonotonicS) -> tuple[Place, ...] | None:
+        """The route with the alternates that are there already; None where one is missing."""
+        avoid, avoid_pairs = self._policy.avoid_peers(now=now), self._policy.avoid_pairs(now=now)
+        places: list[Place] = []
+        for index, place in enumerate(self.places):
+            if index not in self._faults:
+                places.append(place)
+                continue
+            found = self._alternates[index] if index < len(self._alternates) else ()
+            if not found or any(p.peer in avoid or p.peer not in self._connected for p in found):
+                return None
+            places += found
+        peers = [place.peer for place in places]
+        pairs = {(min(a, b), max(a, b)) for a, b in itertools.pairwise(peers)}
+        if pairs & avoid_pairs or not self._fits(tuple(places)):
+            return None
+        return tuple(places)
+
+    def _avoid(self, error: PeerError, now: MonotonicS) -> None:
+        self._last_error = error
+        self._policy.failed(PeerId(error.peer), now=now)
+        self._events.append(PeerFailed(error))
+
+    def _fail(self, error: FusionError) -> None:
+        if self._last_error is not None and error is not self._last_error and error.__cause__ is None:
+            error.__cause__ = self._last_error
+        self._end_session(retain=False)
+        self._is_over = True
+        self._asked = self._next = None
+        self._events.append(Failed(error))

@@ -43,9 +43,12 @@ from p2p.messages import (
     AnyMessage,
     BandwidthProbe,
     BandwidthReport,
+    Replayed,
     SessionClosed,
+    SessionDraining,
     SessionFailed,
     SessionOpened,
+    SessionProgress,
     SessionRefused,
     StatusReply,
     StatusRequest,
@@ -317,7 +320,16 @@ class SwarmConnection:
 
     def _on_frame(self, peer: PeerId, message: AnyMessage, payload: memoryview) -> None:
         match message:
-            case StepResult() | SessionOpened() | SessionRefused() | SessionFailed() | SessionClosed():
+            case (
+                StepResult()
+                | SessionOpened()
+                | SessionRefused()
+                | SessionFailed()
+                | SessionClosed()
+                | SessionProgress()
+                | SessionDraining()
+                | Replayed()
+            ):
                 handlers = self._sessions.get(message.session)
                 if handlers is not None:
                     handlers[0](peer, message, payload)

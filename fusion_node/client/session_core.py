@@ -1,27 +1,32 @@
-"""The user's side of one session: what to send to which stage, what may come back, and when to give up.
+"""The user's side of one session: what to send to which stage, what may come back, and who cannot go on.
 
-Guarantees: a result is accepted only from the last stage of the plan, for a step that was sent and not yet answered, in
-order, with exactly the rows that were asked for. Every other message of a stage ends the session with an error that
-names the peer; what others send changes nothing. A session always ends: every wait has a deadline.
+Guarantees: a result is accepted only from the last stage of the plan, for an entry that was sent and not yet answered,
+in order, with exactly the rows that were asked for. Every other message of a stage is a fault of that stage; what
+others send changes nothing. After a stage was replaced (``replace``), every stage is brought up to the log, and
+results of entries that the last one had applied before still count. A session always comes to something: who is
+silent, stuck or gone is found out in the time that scheduler.repair_core says.
 
-Assumes: payloads travel beside this core; the shell sends the rows that belong to a Step and keeps the payload of a
-StepResult until the event for it comes out.
+Assumes: payloads travel beside this core; the shell sends the rows that RowsWanted asks for, in the order of these
+events, and keeps the payload of a StepResult until the event for it comes out. Who sees to a Fault calls ``replace``
+with a plan of the next epoch, or closes the session.
 
-States: OPENING (waiting for every stage), READY, CLOSED (the user closed it), FAILED (an error, told once).
-Timers: the opening deadline and the deadline of the oldest unanswered step, both in seconds of the monotonic clock;
-they guard against a peer that is alive and idle; a dead or frozen one is noticed earlier by the link's heartbeat.
+States: OPENING (waiting for every stage of an epoch), READY, BROKEN (a stage cannot go on under this plan: nothing is
+sent, and results that still come count), CLOSED.
+Timers: of scheduler.repair_core.Watch, the opening deadline, and the renewal of leases, in seconds of the monotonic
+clock.
 
-Source: docs/protocol-data-plane.md, "Session". Ugly: chains only; trees come with speculation.
+Source: docs/protocol-data-plane.md, "The session log" and "Repair". Ugly: chains only; trees come with speculation.
 """
 
 from __future__ import annotations
 
 import enum
 from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from fusion_node.errors import (
-    FusionError,
     PeerClosed,
     PeerError,
     PeerRefused,
@@ -33,69 +38,149 @@ from fusion_node.types import MonotonicS, PeerId
 from fusion_node.wire import printable
 from p2p.identity import short
 from p2p.messages import (
+    NOT_RETAINED,
     PEER_LOST,
     SUCCESSOR_UNREACHABLE,
     AnyMessage,
     CloseSession,
     OpenSession,
+    Replayed,
+    Resend,
     SessionClosed,
+    SessionDraining,
     SessionFailed,
     SessionOpened,
+    SessionProgress,
+    SessionQuery,
     SessionRefused,
     StageTiming,
     Step,
     StepResult,
     TensorMeta,
 )
-from p2p.records import Plan
+from p2p.records import Lease, Plan, Refusal
+from scheduler.repair_core import (
+    Cause,
+    LogEntry,
+    NotRetained,
+    Order,
+    Orders,
+    Recovered,
+    StageHas,
+    StepTimes,
+    Watch,
+    replay_orders,
+)
 
 OPEN_DEADLINE_S = 15.0
 """A stage may have to dial its successor first: two handshakes over slow links, and a retry."""
 
-STEP_DEADLINE_S = 30.0
-"""For a step of a few rows: a loaded CPU node takes up to a second for one; only a stuck one takes this long."""
+OPEN_PATIENCE_S = 1.0
+"""After which stages that have not opened are asked whether they are there."""
 
-STEP_DEADLINE_PER_ROW_S = 0.5
-"""More rows are more work: a chunk of 256 on a slow CPU with a large model."""
+IN_FLIGHT_PER_STAGE = 2
+MAX_IN_FLIGHT = 12
+"""Entries on their way. Two per stage keep all of them busy; 12 of 256 rows are less than a stage lets wait (4,096)."""
+
+IDLE_RENEW_S = 600.0
+"""So long leases are renewed while nobody asks for the next position: a reader may be slow, but not for ever."""
 
 
 class SessionState(enum.Enum):
     OPENING = "opening"
     READY = "ready"
+    BROKEN = "broken"
     CLOSED = "closed"
-    FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Every stage has reserved its KV.
+    """Every stage has reserved its KV, or has adopted the plan of a higher epoch.
 
     Attributes:
         reused_positions: with which the session begins on every stage.
     """
 
     reused_positions: int = 0
+    epoch: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RowsWanted:
+    """The rows of these positions are to be sent to the first stage: answered by ``rows_ready``, in this order.
+
+    Attributes:
+        session, epoch: for which they are.
+        sequence: of the log entry.
+        covers: entries that it stands for.
+        want_last: whether the row of the last position is to come back.
+        stop_stage: where the entry ends; None: it comes back to the user.
+        is_replay: they were sent before, in this session or an earlier one.
+    """
+
+    session: bytes
+    epoch: int
+    sequence: int
+    covers: int
+    first_position: int
+    num_positions: int
+    want_last: bool
+    stop_stage: int | None
+    is_replay: bool
 
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """The rows of one step came back."""
+    """Positions were computed by every stage.
+
+    Attributes:
+        num_computed: so many positions are, from the first.
+        has_row: the row of the last of them came back; it is the payload of the message that was received last.
+    """
 
     sequence: int
+    num_computed: int
+    has_row: bool
     round_trip_s: float
     timings: tuple[StageTiming, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
-    """The session is over."""
+class Fault:
+    """A stage is to be replaced.
 
-    error: FusionError
+    Attributes:
+        accuser: of a fault of the link between two stages, the other one.
+    """
+
+    stage: int
+    cause: Cause
+    error: PeerError
+    accuser: int | None = None
 
 
-SessionEvent = Opened | StepDone | Failed
-SessionMessage = SessionOpened | SessionRefused | SessionFailed | SessionClosed | StepResult
+@dataclass(frozen=True, slots=True)
+class CannotResume:
+    """A stage does not retain what another lacks: everything has to be computed again in another session."""
+
+    stage: int
+
+
+SessionEvent: TypeAlias = "Opened | RowsWanted | StepDone | Fault | Recovered | CannotResume"
+SessionMessage = (
+    SessionOpened
+    | SessionRefused
+    | SessionFailed
+    | SessionClosed
+    | SessionProgress
+    | SessionDraining
+    | Replayed
+    | StepResult
+)
 """What a stage may say to the user of a session."""
+
+OpenLease: TypeAlias = "Callable[[bytes], Lease | Refusal]"
+"""Checks size, form, signature and dates of a lease."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,13 +191,6 @@ class Prefix:
     num_positions: int
 
 
-@dataclass(slots=True)
-class _Pending:
-    step: Step
-    sent_at: MonotonicS
-    deadline: MonotonicS
-
-
 class SessionCore:
     """One session over the stages of ``plan``.
 
@@ -121,73 +199,147 @@ class SessionCore:
         row_size: hidden size that results must have.
         wire_dtype: encoding that results must have.
         prefix: to ask the stages for.
+        round_trips_s: of the user to each stage, as far as it is known.
+        times: how long steps take; of an earlier session perhaps.
+        open_lease: None: leases are not looked at.
+        known_positions: that were sent in an earlier session of the same answer.
 
     Attributes:
         reused_positions: with which the session begins: those of the prefix when every stage has the same number of
             them, else 0.
-        num_computed: positions that every stage has computed, reused ones included.
+        replayed_positions: computed again in later epochs, once per stage that did.
+        replayed_bytes: of rows that this user sent again, before compression.
     """
 
     def __init__(
-        self, plan: Plan, signed_plan: bytes, *, row_size: int, wire_dtype: str, prefix: Prefix | None = None
+        self,
+        plan: Plan,
+        signed_plan: bytes,
+        *,
+        row_size: int,
+        wire_dtype: str,
+        prefix: Prefix | None = None,
+        round_trips_s: Sequence[float] | None = None,
+        times: StepTimes | None = None,
+        open_lease: OpenLease | None = None,
+        known_positions: int = 0,
     ) -> None:
-        self.plan = plan
         self.state = SessionState.OPENING
         self.reused_positions = 0
-        self.num_computed = 0
+        self.replayed_positions = 0
+        self.replayed_bytes = 0
         self._prefix = prefix or Prefix(b"", 0)
-        self._signed_plan = signed_plan
         self._row_size = row_size
         self._wire_dtype = wire_dtype
-        self._peers = [PeerId(stage.peer) for stage in plan.stages]
-        self._to_open = set(range(len(self._peers)))
-        self._offers: set[int] = set()
-        self._open_deadline: MonotonicS | None = None
-        self._pending: deque[_Pending] = deque()
-        self._next_sequence = 0
-        self._last_node = 0
+        self._times = times or StepTimes()
+        self._open_lease = open_lease
+        self._known_positions = known_positions
+        self._log: list[LogEntry] = []
+        self._num_sent = 0
+        """Entries that were ever sent."""
+        self._num_results = 0
+        self._sent_at: dict[int, tuple[MonotonicS, int]] = {}
+        """When an entry was sent last, and in which epoch."""
         self._outbox: list[tuple[PeerId, AnyMessage]] = []
         self._events: deque[SessionEvent] = deque()
+        self._was_open = False
+        self._last_result_at: MonotonicS | None = None
+        self._begin(plan, signed_plan, round_trips_s or [0.0] * len(plan.stages))
+
+    def _begin(self, plan: Plan, signed_plan: bytes, round_trips_s: Sequence[float]) -> None:
+        """What is anew in every epoch."""
+        self.plan = plan
+        self._signed_plan = signed_plan
+        self._peers = [PeerId(stage.peer) for stage in plan.stages]
+        self._has: list[StageHas | None] = [None] * len(self._peers)
+        self._offers: set[int] = set()
+        self._open_deadline: MonotonicS | None = None
+        self._watch = Watch(round_trips_s)
+        self._orders = Orders([])
+        self._asked: deque[RowsWanted] = deque()
+        self._faults: dict[int, Cause] = {}
+        self._accusations: dict[tuple[int, int], PeerError] = {}
+        self._lease_s: float | None = None
+        self._renewed_at = MonotonicS(0.0)
+
+    @property
+    def num_computed(self) -> int:
+        """Positions that every stage has computed, reused ones included."""
+        return self._log[self._num_results - 1].stop if self._num_results else self.reused_positions
+
+    @property
+    def num_positions(self) -> int:
+        """Where the next entry begins."""
+        return self._log[-1].stop if self._log else self.reused_positions
+
+    @property
+    def waiting_since(self) -> MonotonicS | None:
+        """When the oldest entry was sent whose result is awaited."""
+        sent = self._sent_at.get(self._num_results)
+        return None if sent is None else sent[0]
 
     def start(self, *, now: MonotonicS) -> None:
         """Asks every stage to reserve."""
-        self._open_deadline = MonotonicS(now + OPEN_DEADLINE_S)
-        for index, peer in enumerate(self._peers):
-            message = OpenSession(
-                session=self.plan.session,
-                epoch=self.plan.epoch,
-                stage=index,
-                plan=self._signed_plan,
-                prefix=self._prefix.session,
-                prefix_positions=self._prefix.num_positions,
-            )
-            self._outbox.append((peer, message))
+        self._open(now, resumes=False)
 
-    def next_step(self, tensor: TensorMeta, *, want_last: bool, now: MonotonicS) -> Step:
-        """The header of a step that appends ``tensor.num_rows`` positions; the shell sends it with the rows.
+    def replace(self, plan: Plan, signed_plan: bytes, *, round_trips_s: Sequence[float], now: MonotonicS) -> None:
+        """Goes on under a plan of a higher epoch, whose stages keep what they have, where they are the same."""
+        staying = {stage.peer for stage in plan.stages}
+        close = CloseSession(session=self.plan.session, epoch=self.plan.epoch)
+        self._outbox.extend((peer, close) for peer in self._peers if peer not in staying)
+        self.state = SessionState.OPENING
+        self._begin(plan, signed_plan, round_trips_s)
+        self._open(now, resumes=True)
+
+    def append(self, num_positions: int, *, want_last: bool, now: MonotonicS) -> None:
+        """One more entry of the log. Its rows are asked for when the stages can take them.
 
         Args:
             want_last: whether the hidden row of the last position comes back; else the answer has no rows.
         """
-        first = self._last_node + 1
-        last = self._last_node + tensor.num_rows
+        entry = LogEntry(len(self._log), self.num_positions, num_positions, want_last)
+        self._log.append(entry)
+        if entry.first_position < self._known_positions:
+            self.replayed_positions += num_positions * len(self._peers)
+        if self.state is SessionState.READY:
+            last = len(self._peers) - 1
+            self._orders.add(Order(None, last, entry.sequence, 1, entry.first_position, num_positions, want_last, None))
+            self._send_orders(now)
+
+    def rows_ready(self, wanted: RowsWanted, tensor: TensorMeta, *, now: MonotonicS) -> tuple[PeerId, Step] | None:
+        """Where to send the rows, and the header before them; None when they are not wanted any more."""
+        if self.state is not SessionState.READY or not self._asked or self._asked[0] != wanted:
+            return None
+        self._asked.popleft()
+        last = wanted.first_position + wanted.num_positions
         step = Step(
             session=self.plan.session,
             epoch=self.plan.epoch,
-            sequence=self._next_sequence,
-            first_node=first,
-            parent=self._last_node,
+            sequence=wanted.sequence,
+            first_node=wanted.first_position + 1,
+            parent=wanted.first_position,
             parents=(),
             advance=last,
-            want=(last,) if want_last else (),
+            want=(last,) if wanted.want_last else (),
             tensor=tensor,
             timings=(),
+            covers=wanted.covers,
+            stop_stage=wanted.stop_stage,
         )
-        deadline = MonotonicS(now + STEP_DEADLINE_S + STEP_DEADLINE_PER_ROW_S * tensor.num_rows)
-        self._pending.append(_Pending(step, now, deadline))
-        self._next_sequence += 1
-        self._last_node = last
-        return step
+        if wanted.is_replay:
+            self.replayed_bytes += tensor.num_bytes
+        if wanted.stop_stage is None:
+            self._sent_at[wanted.sequence] = (now, self.plan.epoch)
+        self._num_sent = max(self._num_sent, wanted.sequence + wanted.covers)
+        self._expect(now)
+        return self._peers[0], step
+
+    def result_unfit(self, error: PeerError, *, now: MonotonicS) -> None:
+        """The row that came last cannot be used: its entry is awaited again, from another last stage."""
+        if self.state is not SessionState.CLOSED and self._num_results:
+            self._num_results -= 1
+            self._fault(len(self._peers) - 1, Cause.GARBAGE, error)
+            self._follow_watch(now)
 
     def close(self, *, retain: bool = False) -> None:
         """Ends the session on every stage. Nothing is waited for.
@@ -195,64 +347,86 @@ class SessionCore:
         Args:
             retain: ask the stages to keep its KV for a later session with the same beginning.
         """
-        if self.state in (SessionState.CLOSED, SessionState.FAILED):
+        if self.state is SessionState.CLOSED:
             return
+        retain = retain and self.state is SessionState.READY
         self.state = SessionState.CLOSED
-        self._release(retain=retain)
+        message = CloseSession(session=self.plan.session, epoch=self.plan.epoch, retain=retain)
+        self._outbox.extend((peer, message) for peer in self._peers)
+        self._asked.clear()
 
     # what comes from outside
 
     def receive(self, message: AnyMessage, *, source: PeerId, now: MonotonicS) -> None:
         """Takes a message of this session.
 
-        Ignored are messages of other epochs, after the end, and from peers that are no stage of the plan: who overhears
-        a session's id must not be able to end the session.
+        Ignored are messages after the end, from peers that are no stage of the plan, and of other epochs, but for
+        results and signs of life: who overhears a session's id must not be able to end the session.
         """
-        if self.state in (SessionState.CLOSED, SessionState.FAILED) or source not in self._peers:
+        if self.state is SessionState.CLOSED or source not in self._peers:
             return
-        if not isinstance(message, SessionMessage) or message.epoch != self.plan.epoch:
+        if not isinstance(message, SessionMessage) or message.epoch > self.plan.epoch:
             return
+        stage = self._peers.index(source)
+        if self._is_over(stage):
+            return
+        is_present = message.epoch == self.plan.epoch
+        if isinstance(message, SessionProgress) and is_present:
+            self._receive_progress(message, stage, now)
+        else:
+            self._watch.heard(stage, now=now)
         match message:
-            case SessionOpened() if self._is_from_stage(message.stage, source):
-                self._receive_opened(message, source)
-            case SessionRefused() if self._is_from_stage(message.stage, source):
-                self._fail(self._translate_refusal(message, source))
-            case SessionFailed() if self._is_from_stage(message.stage, source):
-                self._fail(self._translate(message, source))
-            case StepResult() if source == self._peers[-1]:
-                self._receive_result(message, source, now)
-            case SessionClosed():
+            case StepResult():
+                self._receive_result(message, stage, now)
+            case SessionDraining():
+                reason = f"node {short(source)} leaves: {printable(message.reason)}"
+                self._fault(stage, Cause.DRAINING, PeerRefused(source, reason))
+            case SessionClosed() | SessionProgress():
                 pass
-            case _:
-                kind = type(message).__name__
-                self._fail(RemoteProtocolError(source, f"node {short(source)} sent {kind}, which is not its to send"))
+            case _ if not is_present:
+                pass
+            case _ if message.stage != stage:
+                self._fault_garbage(stage, f"speaks for another stage in its {type(message).__name__}")
+            case SessionOpened():
+                self._receive_opened(message, stage, now)
+            case Replayed():
+                self._receive_replayed(message, stage, now)
+            case SessionRefused():
+                self._receive_refused(message, stage, now)
+            case SessionFailed():
+                self._receive_failed(message, stage, now)
+        self._follow_watch(now)
 
-    def link_closed(self, source: PeerId, error: FusionError) -> None:
+    def link_closed(self, source: PeerId, error: PeerError, *, now: MonotonicS) -> None:
         """A link to a stage is gone; so is its KV."""
-        if source in self._peers and self.state in (SessionState.OPENING, SessionState.READY):
-            self._fail(error)
+        if source in self._peers and self.state is not SessionState.CLOSED:
+            self._fault(self._peers.index(source), Cause.LOST, error)
+            self._follow_watch(now)
 
     def get_timer(self) -> MonotonicS | None:
         """When handle_timer is due."""
+        if self.state is SessionState.CLOSED:
+            return None
+        due = [self._watch.get_timer(), self._renewal_due()]
         if self.state is SessionState.OPENING:
-            return self._open_deadline
-        if self.state is SessionState.READY and self._pending:
-            return self._pending[0].deadline
-        return None
+            due.append(self._open_deadline)
+        return min((at for at in due if at is not None), default=None)
 
     def handle_timer(self, *, now: MonotonicS) -> None:
         """May be called late, never early."""
-        due = self.get_timer()
-        if due is None or now < due:
+        if self.state is SessionState.CLOSED:
             return
-        if self.state is SessionState.OPENING:
-            peer = self._peers[min(self._to_open)]
-            self._fail(PeerTimeout(peer, f"node {short(peer)} did not open the session within {OPEN_DEADLINE_S:.0f} s"))
-        else:
-            waited_s = now - self._pending[0].sent_at
-            peer = self._peers[-1]
-            names = " → ".join(short(p) for p in self._peers)
-            self._fail(PeerTimeout(peer, f"no result within {waited_s:.0f} s from the nodes {names}"))
+        renewal = self._renewal_due()
+        if renewal is not None and renewal <= now:
+            self._renewed_at = now
+            self._watch.ask_all(now=now)
+        self._watch.handle_timer(now=now)
+        self._follow_watch(now)
+        if self.state is SessionState.OPENING and self._open_deadline is not None and self._open_deadline <= now:
+            stage = self._has.index(None)
+            peer = self._peers[stage]
+            error = PeerTimeout(peer, f"node {short(peer)} did not open the session within {OPEN_DEADLINE_S:.0f} s")
+            self._fault(stage, Cause.STUCK, error)
 
     def messages_to_send(self) -> list[tuple[PeerId, AnyMessage]]:
         """Drained, in order."""
@@ -263,63 +437,274 @@ class SessionCore:
         """Drained one by one, in order."""
         return self._events.popleft() if self._events else None
 
-    # inside
+    # opening
 
-    def _receive_opened(self, message: SessionOpened, source: PeerId) -> None:
-        if message.reused_positions > self._prefix.num_positions:
-            self._fail(RemoteProtocolError(source, f"node {short(source)} reuses more positions than it was asked for"))
+    def _open(self, now: MonotonicS, *, resumes: bool) -> None:
+        self._open_deadline = MonotonicS(now + OPEN_DEADLINE_S)
+        prefix = Prefix(b"", 0) if resumes else self._prefix
+        for index, peer in enumerate(self._peers):
+            message = OpenSession(
+                session=self.plan.session,
+                epoch=self.plan.epoch,
+                stage=index,
+                plan=self._signed_plan,
+                prefix=prefix.session,
+                prefix_positions=prefix.num_positions,
+                resumes=resumes,
+            )
+            self._outbox.append((peer, message))
+        self._expect(now)
+
+    def _receive_opened(self, message: SessionOpened, stage: int, now: MonotonicS) -> None:
+        if self.state is not SessionState.OPENING or self._has[stage] is not None:
             return
-        if message.stage not in self._to_open:
+        if not self._is_lease_good(message, stage):
+            self._fault_garbage(stage, "has signed another lease than was asked for")
             return
-        self._to_open.discard(message.stage)
+        has = self._check_opened(message)
+        if has is None:
+            self._fault_garbage(stage, "says that it has what it was never sent, or reuses more than it was asked for")
+            return
+        self._has[stage] = has
         self._offers.add(message.reused_positions)
-        if not self._to_open:
-            self.state = SessionState.READY
-            self._open_deadline = None
+        self._lease_s = message.lease_s if self._lease_s is None else min(self._lease_s, message.lease_s)
+        self._renewed_at = now
+        all_have = [each for each in self._has if each is not None]
+        if len(all_have) == len(self._has):
+            self._all_opened(all_have, now)
+
+    def _check_opened(self, message: SessionOpened) -> StageHas | None:
+        if message.next_sequence > self._num_sent:
+            return None
+        if not self._was_open:
+            return StageHas() if message.reused_positions <= self._prefix.num_positions else None
+        if message.next_sequence:
+            positions = self._log[message.next_sequence - 1].stop
+            if message.num_positions != positions:
+                return None
+        else:
+            # What a stage had to offer, and the others had not, does not count.
+            positions = message.num_positions if message.num_positions <= self.reused_positions else 0
+        return StageHas(message.next_sequence, positions, min(message.retained_positions, positions))
+
+    def _all_opened(self, stages: list[StageHas], now: MonotonicS) -> None:
+        self.state = SessionState.READY
+        self._open_deadline = None
+        orders: list[Order] | NotRetained
+        if self._was_open:
+            orders = replay_orders(
+                self._log, stages, num_results=self._num_results, prefix_positions=self.reused_positions
+            )
+        else:
+            self._was_open = True
             # Stages that begin at different positions cannot pass rows on; those that offer some begin at 0 as well.
             self.reused_positions = min(self._offers) if len(self._offers) == 1 else 0
-            self._last_node = self.num_computed = self.reused_positions
-            self._events.append(Opened(self.reused_positions))
-
-    def _receive_result(self, message: StepResult, source: PeerId, now: MonotonicS) -> None:
-        if not self._pending or message.sequence != self._pending[0].step.sequence:
-            self._fail(RemoteProtocolError(source, f"node {short(source)} answered a step that is not due"))
+            orders = []
+        if isinstance(orders, NotRetained):
+            self.state = SessionState.BROKEN
+            self._events.append(CannotResume(orders.stage))
             return
-        pending = self._pending.popleft()
-        expected = TensorMeta(self._wire_dtype, len(pending.step.want), self._row_size)
-        if message.nodes != pending.step.want or message.tensor.uncompressed != expected:
-            self._fail(RemoteProtocolError(source, f"node {short(source)} returned other rows than it was asked for"))
+        for order in orders:
+            if order.covers == 0 or order.sequence < self._num_sent:
+                self.replayed_positions += order.num_positions * (order.last - order.first + 1)
+        self._orders = Orders(orders, user_in_flight=min(IN_FLIGHT_PER_STAGE * len(self._peers), MAX_IN_FLIGHT))
+        self._events.append(Opened(self.reused_positions, self.plan.epoch))
+        self._send_orders(now)
+
+    # steps
+
+    def _send_orders(self, now: MonotonicS) -> None:
+        for order in self._orders.next_ready():
+            if order.source is None:
+                wanted = RowsWanted(
+                    session=self.plan.session,
+                    epoch=self.plan.epoch,
+                    sequence=order.sequence,
+                    covers=order.covers,
+                    first_position=order.first_position,
+                    num_positions=order.num_positions,
+                    want_last=order.want_last,
+                    stop_stage=order.stop_stage,
+                    is_replay=order.covers == 0
+                    or order.sequence < self._num_sent
+                    or order.first_position < self._known_positions,
+                )
+                self._asked.append(wanted)
+                self._events.append(wanted)
+            else:
+                message = Resend(
+                    session=self.plan.session,
+                    epoch=self.plan.epoch,
+                    sequence=order.sequence,
+                    covers=order.covers,
+                    first_position=order.first_position,
+                    num_positions=order.num_positions,
+                    want_last=order.want_last,
+                    stop_stage=order.stop_stage,
+                )
+                self._outbox.append((self._peers[order.source], message))
+        self._expect(now)
+
+    def _receive_result(self, message: StepResult, stage: int, now: MonotonicS) -> None:
+        if stage != len(self._peers) - 1:
+            self._fault_garbage(stage, "sent a StepResult, which is not its to send")
             return
-        self.num_computed = pending.step.first_node + pending.step.tensor.num_rows - 1
-        self._events.append(StepDone(message.sequence, now - pending.sent_at, message.timings))
+        is_due = message.sequence == self._num_results < self._num_sent
+        if message.epoch < self.plan.epoch:
+            has = self._has[stage]
+            if not is_due or (has is not None and has.next_sequence <= message.sequence):
+                return  # it is being computed again, or was
+        elif not is_due:
+            self._fault_garbage(stage, "answered a step that is not due")
+            return
+        entry = self._log[message.sequence]
+        want = (entry.stop,) if entry.want_last else ()
+        expected = TensorMeta(self._wire_dtype, len(want), self._row_size)
+        if message.nodes != want or message.tensor.uncompressed != expected:
+            self._fault_garbage(stage, "returned other rows than it was asked for")
+            return
+        self._num_results += 1
+        sent_at, epoch = self._sent_at.pop(message.sequence, (now, -1))
+        if epoch == message.epoch:
+            self._times.note(entry.num_positions, now - sent_at)
+        self._orders.answered(message.sequence)
+        self._renewed_at = self._last_result_at = now
+        done = StepDone(message.sequence, self.num_computed, entry.want_last, now - sent_at, message.timings)
+        self._events.append(done)
+        self._moved(now)
 
-    def _is_from_stage(self, stage: int, source: PeerId) -> bool:
-        return stage < len(self._peers) and self._peers[stage] == source
+    def _receive_replayed(self, message: Replayed, stage: int, now: MonotonicS) -> None:
+        if message.num_positions > self.num_positions or message.next_sequence > self._num_sent:
+            self._fault_garbage(stage, "has computed what it was never sent")
+            return
+        self._orders.acknowledged(stage, message.num_positions)
+        self._moved(now)
 
-    def _translate_refusal(self, message: SessionRefused, source: PeerId) -> PeerError:
+    def _moved(self, now: MonotonicS) -> None:
+        if self.state is SessionState.READY:
+            self._send_orders(now)
+
+    # who cannot go on
+
+    def _receive_progress(self, message: SessionProgress, stage: int, now: MonotonicS) -> None:
+        self._watch.progressed(stage, message.next_sequence, message.num_done, message.wait_s, now=now)
+        if not self._is_lease_good(message, stage):
+            self._fault_garbage(stage, "has signed another lease than was asked for")
+
+    def _receive_refused(self, message: SessionRefused, stage: int, now: MonotonicS) -> None:
         """Who is to be left out of the next plan: mostly who refuses, but not for a neighbour that it cannot reach."""
-        reason = printable(message.reason)
-        if message.code == SUCCESSOR_UNREACHABLE and message.stage + 1 < len(self._peers):
-            successor = self._peers[message.stage + 1]
-            return PeerUnreachable(successor, f"node {short(source)} cannot reach node {short(successor)}: {reason}")
-        return PeerRefused(source, f"node {short(source)} refuses: {reason}")
+        source, reason = self._peers[stage], printable(message.reason)
+        if message.code == SUCCESSOR_UNREACHABLE and stage + 1 < len(self._peers):
+            successor = self._peers[stage + 1]
+            text = f"node {short(source)} cannot reach node {short(successor)}: {reason}"
+            self._accuse(stage, stage + 1, PeerUnreachable(successor, text), now)
+        else:
+            self._fault(stage, Cause.REFUSED, PeerRefused(source, f"node {short(source)} refuses: {reason}"))
 
-    def _translate(self, message: SessionFailed, source: PeerId) -> FusionError:
+    def _receive_failed(self, message: SessionFailed, stage: int, now: MonotonicS) -> None:
         """A stage may name a neighbour as the cause; it may lie, so both names are in the error."""
-        reason = printable(message.reason)
-        if message.culprit in self._peers and message.culprit != source:
-            culprit = short(message.culprit)
+        source, reason = self._peers[stage], printable(message.reason)
+        if message.code == NOT_RETAINED and message.is_kept:
+            self.state = SessionState.BROKEN
+            self._events.append(CannotResume(stage))
+        elif message.culprit in self._peers and message.culprit != source:
+            accused = self._peers.index(PeerId(message.culprit))
+            culprit = self._peers[accused]
+            error: PeerError
             if message.code == PEER_LOST:
-                return PeerClosed(message.culprit, f"node {culprit} is gone, says node {short(source)}: {reason}")
-            return RemoteProtocolError(message.culprit, f"node {culprit} erred, says node {short(source)}: {reason}")
-        return PeerRefused(source, f"node {short(source)} ended the session: {reason}")
+                error = PeerClosed(culprit, f"node {short(culprit)} is gone, says node {short(source)}: {reason}")
+            else:
+                text = f"node {short(culprit)} erred, says node {short(source)}: {reason}"
+                error = RemoteProtocolError(culprit, text)
+            self._accuse(stage, accused, error, now)
+        else:
+            error = PeerRefused(source, f"node {short(source)} ended the session: {reason}")
+            self._fault(stage, Cause.REFUSED, error)
 
-    def _fail(self, error: FusionError) -> None:
-        self.state = SessionState.FAILED
-        self._events.append(Failed(error))
-        self._release(retain=False)
+    def _accuse(self, accuser: int, accused: int, error: PeerError, now: MonotonicS) -> None:
+        """Nothing goes on between the two; who of them is at fault shows when both are asked."""
+        self._accusations[accuser, accused] = error
+        self._break()
+        self._watch.accuse(accuser, accused, now=now)
 
-    def _release(self, *, retain: bool) -> None:
-        message = CloseSession(session=self.plan.session, epoch=self.plan.epoch, retain=retain)
-        self._outbox.extend((peer, message) for peer in self._peers)
-        self._pending.clear()
+    def _break(self) -> None:
+        self.state = SessionState.BROKEN
+        self._asked.clear()
+        self._watch.expect_nothing()
+
+    def _fault_garbage(self, stage: int, text: str) -> None:
+        peer = self._peers[stage]
+        self._fault(stage, Cause.GARBAGE, RemoteProtocolError(peer, f"node {short(peer)} {text}"))
+
+    def _fault(self, stage: int, cause: Cause, error: PeerError, accuser: int | None = None) -> None:
+        """Told once per stage, and once more when one that might have gone on cannot."""
+        before = self._faults.get(stage)
+        if before is not None and (cause.is_soft or not before.is_soft):
+            return
+        self._faults[stage] = cause
+        if not cause.is_soft:
+            self._watch.gone(stage)
+            self._break()
+        self._events.append(Fault(stage, cause, error, accuser))
+
+    def _is_over(self, stage: int) -> bool:
+        cause = self._faults.get(stage)
+        return cause is not None and not cause.is_soft and cause is not Cause.PAIR
+
+    def _follow_watch(self, now: MonotonicS) -> None:
+        for found in self._watch.found():
+            if isinstance(found, Recovered):
+                # Where nothing goes on anyway, something else is wrong as well, which may have been put down to it.
+                if self._faults.get(found.stage) is Cause.SILENT and self.state is not SessionState.BROKEN:
+                    del self._faults[found.stage]
+                    self._events.append(found)
+            elif found.cause is Cause.SILENT:
+                self._fault(found.stage, Cause.SILENT, self._timeout_error(found.stage, "does not answer"))
+            elif found.accuser is not None and (found.accuser, found.stage) in self._accusations:
+                error = self._accusations[found.accuser, found.stage]
+                self._fault(found.stage, Cause.PAIR, error, found.accuser)
+            elif self.state is SessionState.READY:
+                text = "computes nothing" if found.cause is Cause.STUCK else "is not reached by the node before it"
+                self._fault(found.stage, found.cause, self._timeout_error(found.stage, text), found.accuser)
+        for stage in self._watch.to_ask():
+            message = SessionQuery(session=self.plan.session, epoch=self.plan.epoch, stage=stage)
+            self._outbox.append((self._peers[stage], message))
+
+    def _timeout_error(self, stage: int, text: str) -> PeerTimeout:
+        peer = self._peers[stage]
+        return PeerTimeout(peer, f"node {short(peer)} {text}")
+
+    def _expect(self, now: MonotonicS) -> None:
+        """Something has moved, or is awaited from now on."""
+        if self.state is SessionState.OPENING:
+            self._watch.expect(OPEN_PATIENCE_S, now=now)
+        elif self.state is SessionState.READY:
+            under_way = self._orders.in_flight
+            if len(under_way) > len(self._asked) or self._num_results < self._num_sent:
+                rows = max((order.num_positions for order in under_way), default=1)
+                self._watch.expect(self._times.timeout_s(rows), now=now)
+            else:
+                self._watch.expect_nothing()
+
+    # leases
+
+    def _is_lease_good(self, message: SessionOpened | SessionProgress, stage: int) -> bool:
+        if self._open_lease is None or (not message.lease and not message.lease_s):
+            return True  # nothing is promised any more
+        place = self.plan.stages[stage]
+        lease = self._open_lease(message.lease)
+        return (
+            isinstance(lease, Lease)
+            and (lease.node, lease.user, lease.session) == (place.peer, self.plan.user, self.plan.session)
+            and (lease.epoch, lease.start, lease.stop) == (self.plan.epoch, place.start, place.stop)
+            and lease.num_positions >= self.plan.max_positions
+        )
+
+    def _renewal_due(self) -> MonotonicS | None:
+        """Steps renew leases; while none are sent, asking does."""
+        if self._lease_s is None or not self._lease_s:
+            return None
+        since = self._renewed_at if self._last_result_at is None else self._last_result_at
+        if self.state is SessionState.READY and self._renewed_at - since > IDLE_RENEW_S:
+            return None
+        return MonotonicS(self._renewed_at + self._lease_s / 2)

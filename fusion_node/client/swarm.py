@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing, contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
@@ -22,13 +22,17 @@ from typing import Self, TypeVar
 import msgspec
 import structlog
 
+from fusion_node.client.answer import AnswerShell, EncodedRows
+from fusion_node.client.answer_core import (
+    AnswerCore,
+)
+from fusion_node.client.answer_routes import Answer, AnswerRoutes, Work
 from fusion_node.client.connection import MeasuredNode, SwarmConnection, ways_in
+from fusion_node.client.generation import Generation, GenerationStats, RepairReport, StageReport
 from fusion_node.client.plan_view import PlanView, view_of
-from fusion_node.client.prefix_cache_core import MIN_POSITIONS, PrefixCache, Remembered
-from fusion_node.client.routing import Planned, Router
+from fusion_node.client.prefix_cache_core import MIN_POSITIONS, PrefixCache
+from fusion_node.client.routing import Router
 from fusion_node.client.sampling import SamplingParams, choose_token
-from fusion_node.client.session import Session
-from fusion_node.client.session_core import Prefix, SessionCore, StepDone
 from fusion_node.client.text_stream import TextStream
 from fusion_node.client.tokenizer import ChatMessage, Tokenizer
 from fusion_node.client.user_rules import UserRules, objective_of
@@ -37,106 +41,23 @@ from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.device import choose_device, prepare_thread, set_threads
 from fusion_node.engine.numerics import numerics_class
 from fusion_node.engine.tensor_codec import RowsNotFinite, decode_rows, encode_rows
-from fusion_node.errors import ConfigError, ContextTooLong, NoPeers, PeerError, RemoteProtocolError
+from fusion_node.errors import ConfigError, ContextTooLong, NoPeers, PeerError
 from fusion_node.store import ModelStore, StoredModel
-from fusion_node.types import LayerRange, MonotonicS, PeerId
+from fusion_node.types import LayerRange, MonotonicS, UnixS
 from fusion_node.wire import WireError
 from p2p.bans import FILE_NAME as BAN_FILE_NAME
-from p2p.identity import Identity, short
-from p2p.messages import INT8, CloseSession, TensorMeta, row_bytes
-from p2p.records import PROTOCOL_VERSION, Plan, PlanStage, sign_plan
+from p2p.identity import Identity
+from p2p.messages import INT8, SESSION_BYTES, CloseSession, TensorMeta, row_bytes
+from p2p.records import PROTOCOL_VERSION, Plan, PlanStage, open_lease, sign_plan
 from p2p.swarm_key import SwarmKey
 
-MAX_OPEN_ATTEMPTS = 3
-"""Plans tried before an answer fails: each excludes the node that refused or could not be reached."""
-
 PLAN_TTL_S = 3600.0
-MIN_CHUNK_TOKENS = 32
-MAX_CHUNK_TOKENS = 256
-"""Prefill chunks travel behind one another, so several stages compute at once. Small ones fill the pipeline sooner,
-large ones use the linears better; 256 rows of hidden size 8,192 in float32 are 8 MiB."""
-
-CHUNKS_PER_STAGE = 2
-IN_FLIGHT_PER_STAGE = 2
 
 T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class StageReport:
-    """What one node did for an answer; times by its own clock."""
-
-    peer: PeerId
-    layers: LayerRange
-    device: str
-    round_trip_s: float
-    steps: int
-    compute_s: float
-    queue_s: float
-
-
-@dataclass(slots=True)
-class GenerationStats:
-    """How an answer came about.
-
-    Attributes:
-        prompt_tokens, completion_tokens: counts; the end-of-sequence token is not counted.
-        cached_tokens: tokens of the prompt whose KV the nodes had from an earlier answer.
-        time_to_first_token_s: from the call to the first token, opening the session included.
-        finish_reason: ``stop`` (end of sequence or stop string), ``length``; None while running or after an error.
-        seed: of the sampling noise.
-    """
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    cached_tokens: int = 0
-    time_to_first_token_s: float | None = None
-    decode_s: float = 0.0
-    finish_reason: str | None = None
-    seed: int = 0
-    token_ids: list[int] = field(default_factory=list, repr=False)
-    stages: tuple[StageReport, ...] = ()
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """Of the tokens after the first; None for fewer than two."""
-        if self.completion_tokens < 2 or self.decode_s <= 0:
-            return None
-        return (self.completion_tokens - 1) / self.decode_s
-
-
-class Generation:
-    """An answer on its way: iterate for its text. ``stats`` fills while you do."""
-
-    def __init__(self, pieces: AsyncGenerator[str, None], stats: GenerationStats) -> None:
-        self._pieces = pieces
-        self.stats = stats
-
-    def __aiter__(self) -> AsyncIterator[str]:
-        return self._pieces
-
-    async def text(self) -> str:
-        """The whole answer."""
-        return "".join([piece async for piece in self._pieces])
-
-    async def aclose(self) -> None:
-        """Stops the answer and frees its session. Needed only when the iteration is left early."""
-        await self._pieces.aclose()
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class _Answer(Remembered):
-    """The session of one answer, as long as another may begin like it."""
-
-    all_ids: list[int] = field(repr=False)
-    """``ids``, to be appended to."""
-    routed: Planned = field(default_factory=Planned)
-    is_kept: bool = False
-    """Its nodes were asked to keep it."""
-    prefilled: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
-    """Or it has come to its end."""
+__all__ = ["Generation", "GenerationStats", "RepairReport", "StageReport", "SwarmClient"]
 
 
 class SwarmClient:
@@ -213,7 +134,7 @@ class SwarmClient:
         )
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="boundary", initializer=prepare_thread)
         self._loading: asyncio.Future[tuple[Boundary, Tokenizer]] | None = None
-        self._prefixes: PrefixCache[_Answer] | None = PrefixCache() if prefix_cache else None
+        self._prefixes: PrefixCache[Answer] | None = PrefixCache() if prefix_cache else None
         config = load_config(self.model)
         self.num_layers: int = config.num_hidden_layers
         self._first_layers = first_layers(config)
@@ -350,11 +271,9 @@ class SwarmClient:
         text = TextStream(tokenizer.decode, params.stop)
         async with AsyncExitStack() as stack:
             answer = await self._begin(stack, ids)
-            session = await self._open(stack, answer, len(ids) + max_tokens)
-            stats.cached_tokens = session.reused_positions
-            work = _Work(ids, answer, params, stats)
+            work = Work(answer, params, stats)
             first_at: float | None = None
-            async with aclosing(self._watched(session, answer, self._tokens(session, work, max_tokens))) as tokens:
+            async with aclosing(self._tokens(work, len(ids) + max_tokens)) as tokens:
                 async for token in tokens:
                     now = time.perf_counter()
                     if first_at is None:
@@ -374,23 +293,10 @@ class SwarmClient:
             yield piece
         stats.finish_reason = stats.finish_reason or "length"
 
-    async def _watched(
-        self, session: Session, answer: _Answer, tokens: AsyncGenerator[int, None]
-    ) -> AsyncGenerator[int, None]:
-        """The same tokens; a node that ends them with an error is left out of the next plans."""
-        async with aclosing(tokens):
-            try:
-                async for token in tokens:
-                    yield token
-            except PeerError as error:
-                session.retain = answer.is_kept = False
-                self._router.note_failure(error)
-                raise
-
-    async def _begin(self, stack: AsyncExitStack, ids: list[int]) -> _Answer:
+    async def _begin(self, stack: AsyncExitStack, ids: list[int]) -> Answer:
         """Waits for an answer that is about to have computed the same beginning, if there is one."""
         all_ids = list(ids)
-        answer = _Answer(ids=all_ids, all_ids=all_ids, num_prompt=len(ids))
+        answer = Answer(ids=all_ids, all_ids=all_ids, num_prompt=len(ids))
         if self._prefixes is not None:
             while (other := self._prefixes.find_opening(ids)) is not None:
                 await other.prefilled.wait()
@@ -398,7 +304,7 @@ class SwarmClient:
         return answer
 
     @contextmanager
-    def _remembered(self, prefixes: PrefixCache[_Answer], answer: _Answer) -> Iterator[None]:
+    def _remembered(self, prefixes: PrefixCache[Answer], answer: Answer) -> Iterator[None]:
         """Others may begin like this answer, and once it is over as long as its nodes keep it."""
         self._tell_unneeded(prefixes.begin(answer))
         try:
@@ -410,12 +316,12 @@ class SwarmClient:
             else:
                 prefixes.forget(answer)
 
-    def _tell_unneeded(self, answers: Iterable[_Answer]) -> None:
+    def _tell_unneeded(self, answers: Iterable[Answer]) -> None:
         """Their nodes need not keep them. One that cannot be told drops them in time."""
         for answer in answers:
             for peer, _ in answer.stages:
                 if self.connection.links.is_connected(peer):
-                    self.connection.links.send(peer, CloseSession(answer.session, epoch=0))
+                    self.connection.links.send(peer, CloseSession(answer.session, epoch=answer.epoch))
 
     async def _on_compute(self, work: Callable[..., T], *arguments: object) -> T:
         """Runs on the compute thread."""
@@ -442,130 +348,72 @@ class SwarmClient:
             raise ConfigError("the prompt is empty: write at least one character")
         return min(max_tokens, self.max_context - prompt_tokens)
 
-    async def _open(self, stack: AsyncExitStack, answer: _Answer, num_positions: int) -> Session:
-        """Plans and opens a session; a node that refuses, is gone or is silent is left out of the next plan.
-
-        Where a beginning of the prompt is known, its nodes come first.
-        """
-        found = None
-        if self._prefixes is not None:
-            found = self._prefixes.find(answer.ids, now=MonotonicS(time.monotonic()))
-        if found is not None and self._router.can_go_on(found[0].routed):
-            try:
-                return await self._open_over(found[0].routed, found, stack, answer, num_positions)
-            except PeerError as error:
-                self._router.note_failure(error)
-                log.info("planning anew", without=short(error.peer), reason=str(error))
-        for attempt in range(MAX_OPEN_ATTEMPTS):
-            routed = await self._router.route(num_positions)
-            try:
-                return await self._open_over(routed, found, stack, answer, num_positions)
-            except PeerError as error:
-                # Nothing has been computed yet, so whatever keeps one node from opening, another may serve.
-                self._router.note_failure(error)
-                if attempt == MAX_OPEN_ATTEMPTS - 1:
-                    raise
-                log.info("planning again", without=short(error.peer), reason=str(error))
-        raise AssertionError("not reached")
-
-    async def _open_over(
-        self,
-        routed: Planned,
-        found: tuple[_Answer, int] | None,
-        stack: AsyncExitStack,
-        answer: _Answer,
-        num_positions: int,
-    ) -> Session:
-        plan = self._plan(routed, num_positions)
-        known, num_known = (None, 0) if found is None else found
-        prefix = None
-        if known is not None and known.stages == routed.places:
-            prefix = Prefix(known.session, num_known)
-        core = SessionCore(
-            plan,
-            sign_plan(plan, self.connection.identity),
+    async def _tokens(self, work: Work, num_positions: int) -> AsyncGenerator[int, None]:
+        """The tokens of an answer, however its nodes fare, until it has so many positions."""
+        boundary, _ = await self._loaded()
+        answer = work.answer
+        routes = AnswerRoutes(self._router, self._prefixes, work, num_positions)
+        core = AnswerCore(
+            num_prompt=answer.num_prompt,
             row_size=self._hidden_size,
-            wire_dtype=plan.wire or self._numerics.wire_dtype,
-            prefix=prefix,
+            wire_dtype=self._wire or self._numerics.wire_dtype,
+            make_plan=partial(self._make_plan, num_positions),
+            new_session=partial(secrets.token_bytes, SESSION_BYTES),
+            open_lease=lambda envelope: open_lease(envelope, now=UnixS(time.time())),
         )
-        session = await stack.enter_async_context(Session(self.connection, core))
-        session.retain = answer.is_kept = self._prefixes is not None
-        answer.session, answer.stages, answer.routed = plan.session, routed.places, routed
-        answer.num_computed = session.num_computed
-        if known is not None and prefix is not None and self._prefixes is not None and not session.reused_positions:
-            # At least one of its nodes has dropped it, so it is no reason to prefer them any more.
-            self._prefixes.forget(known)
-        return session
 
-    def _plan(self, routed: Planned, num_positions: int) -> Plan:
+        async def embed(start: int, stop: int) -> EncodedRows:
+            return await self._on_compute(self._embed, boundary, answer.all_ids[start:stop])
+
+        shell = AnswerShell(
+            self.connection,
+            core,
+            routes,
+            embed=embed,
+            on_compute=self._on_compute,
+            on_event=partial(routes.note, core),
+        )
+        shell.retain = answer.is_kept = self._prefixes is not None
+        async with shell:
+            while (position := len(answer.all_ids)) < num_positions:
+                tensor, payload = await self._next_row(shell, answer)
+                is_last = position == num_positions - 1
+                try:
+                    token, rows = await self._on_compute(self._advance, boundary, work, tensor, payload, is_last)
+                except _RowRefused as error:
+                    shell.result_unfit(str(error))
+                    continue
+                answer.prefilled.set()
+                if rows is not None:
+                    shell.append(position, rows)
+                yield token
+
+    async def _next_row(self, shell: AnswerShell, answer: Answer) -> EncodedRows:
+        try:
+            return await shell.next_row()
+        except PeerError:
+            answer.is_kept = False
+            raise
+
+    def _make_plan(
+        self, num_positions: int, session: bytes, epoch: int, stages: tuple[PlanStage, ...]
+    ) -> tuple[Plan, bytes]:
         now = time.time()
-        return Plan(
+        plan = Plan(
             version=PROTOCOL_VERSION,
             user=self.connection.identity.peer_id,
-            session=secrets.token_bytes(16),
-            epoch=0,
+            session=session,
+            epoch=epoch,
             model_id=self.model.model_id,
             numerics=self._numerics.name,
             max_positions=num_positions,
             issued_at=now,
             expires_at=now + PLAN_TTL_S,
-            stages=tuple(
-                PlanStage(
-                    node.peer,
-                    layers.start,
-                    layers.stop,
-                    node.record.data_addresses,
-                    node.record.libp2p_addresses,
-                )
-                for node, layers in routed.stages
-            ),
+            stages=stages,
             priority=self._priority,
             wire=self._wire,
         )
-
-    async def _tokens(self, session: Session, work: _Work, max_tokens: int) -> AsyncGenerator[int, None]:
-        boundary, _ = await self._loaded()
-        done, tensor, payload = await self._prefill(session, work, boundary)
-        answer = work.answer
-        for index in range(max_tokens):
-            work.note(done, session)
-            answer.prefilled.set()
-            is_last = index == max_tokens - 1
-            try:
-                token, rows = await self._on_compute(self._advance, boundary, work, tensor, payload, is_last)
-            except _RowRefused as error:
-                peer = answer.stages[-1][0]
-                raise RemoteProtocolError(peer, f"node {short(peer)} returned a bad row: {error}") from error
-            if rows is not None:
-                await self._send(session, *rows, want_last=True)
-            yield token
-            if rows is not None:
-                done, tensor, payload = await session.next_done()
-
-    async def _prefill(
-        self, session: Session, work: _Work, boundary: Boundary
-    ) -> tuple[StepDone, TensorMeta, memoryview]:
-        num_stages = len(work.answer.stages)
-        ids = work.prompt_ids[session.reused_positions :]
-        size = -(-len(ids) // (CHUNKS_PER_STAGE * num_stages))
-        size = min(max(size, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS)
-        for start in range(0, len(ids), size):
-            tensor, payload = await self._on_compute(self._embed, boundary, ids[start : start + size])
-            while session.num_outstanding >= IN_FLIGHT_PER_STAGE * num_stages:
-                work.note((await session.next_done())[0], session)
-            await self._send(session, tensor, payload, want_last=start + size >= len(ids))
-        while session.num_outstanding > 1:
-            work.note((await session.next_done())[0], session)
-        return await session.next_done()
-
-    async def _send(self, session: Session, tensor: TensorMeta, payload: memoryview, *, want_last: bool) -> None:
-        """Sends rows, compressed where that pays. One call per session at a time, so that they stay in order."""
-        packing = session.packing(tensor, payload)
-        if packing is None:
-            session.send(tensor, payload, want_last=want_last)
-        else:
-            packed = await self._on_compute(packing.run) if packing.is_large else packing.run()
-            session.send_packed(packed, want_last=want_last)
+        return plan, sign_plan(plan, self.connection.identity)
 
     # on the compute thread
 
@@ -573,7 +421,7 @@ class SwarmClient:
         return encode_rows(boundary.embed(ids), self._wire or self._numerics.wire_dtype)
 
     def _advance(
-        self, boundary: Boundary, work: _Work, tensor: TensorMeta, payload: memoryview, is_last: bool
+        self, boundary: Boundary, work: Work, tensor: TensorMeta, payload: memoryview, is_last: bool
     ) -> tuple[int, tuple[TensorMeta, memoryview] | None]:
         """From a returned row to the next token and, unless nothing follows, that token's embedding."""
         try:
@@ -590,37 +438,6 @@ class SwarmClient:
 
 class _RowRefused(Exception):
     """A row that came back is unfit: its sender's fault, unlike anything that goes wrong afterwards."""
-
-
-@dataclass(slots=True)
-class _Work:
-    """What one answer carries from step to step."""
-
-    prompt_ids: list[int] = field(repr=False)
-    answer: _Answer
-    params: SamplingParams
-    stats: GenerationStats
-
-    def note(self, done: StepDone, session: Session) -> None:
-        """Adds a step's timings to the report of each stage."""
-        self.answer.num_computed = session.num_computed
-        old = self.stats.stages
-        reports = []
-        for index, (node, layers) in enumerate(self.answer.routed.stages):
-            timing = done.timings[index] if index < len(done.timings) else None
-            before = old[index] if index < len(old) else None
-            reports.append(
-                StageReport(
-                    peer=node.peer,
-                    layers=layers,
-                    device=node.record.device,
-                    round_trip_s=node.round_trip_s or 0.0,
-                    steps=(before.steps if before else 0) + 1,
-                    compute_s=(before.compute_s if before else 0.0) + (timing.compute_us / 1e6 if timing else 0.0),
-                    queue_s=(before.queue_s if before else 0.0) + (timing.queue_us / 1e6 if timing else 0.0),
-                )
-            )
-        self.stats.stages = tuple(reports)
 
 
 def _step_seconds(boundary: Boundary) -> float:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from fusion_node.client.connection import SwarmConnection
-from fusion_node.client.session import Session
 from fusion_node.client.session_core import SessionCore
 from fusion_node.errors import FusionError, NoPeers, PeerClosed
 from fusion_node.types import PeerId
@@ -20,6 +19,7 @@ from p2p.memory import MemoryNetwork, MemoryWorld
 from p2p.memory_discovery import MemoryDiscovery, World
 from p2p.messages import AnyMessage, OpenSession, SessionOpened, StageTiming, Step, StepResult, TensorMeta
 from p2p.records import PROTOCOL_VERSION, Plan, PlanStage
+from tests.scenarios.session import Session
 
 NODE = Identity.from_seed(b"n" * 32).peer_id
 ROW = TensorMeta("f32", 1, 2)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 import torch
 
 from fusion_node.client.connection import MeasuredNode, SwarmConnection
-from fusion_node.client.session import Session
 from fusion_node.client.session_core import SessionCore
 from fusion_node.daemon.admission_core import Admission
 from fusion_node.daemon.server import NodeServer
@@ -31,9 +30,10 @@ from p2p.links import LinkPool
 from p2p.memory import MemoryNetwork, MemoryWorld
 from p2p.memory_discovery import MemoryDiscovery, World
 from p2p.messages import AnyMessage, OpenSession, Step, TensorMeta
-from p2p.records import PROTOCOL_VERSION, NodeRecord, Plan, PlanStage, ShardRecord, sign_plan, sign_record
+from p2p.records import PROTOCOL_VERSION, NodeRecord, Plan, PlanStage, ShardRecord, sign_lease, sign_plan, sign_record
 from p2p.tensor_wire import decompress
 from tests.engine.tiny import TinyModel
+from tests.scenarios.session import Session
 
 MODEL = ModelId("ab" * 32)
 CPU = torch.device("cpu")
@@ -195,7 +195,13 @@ class MemorySwarm:
             blocks=engine.blocks,
             first_layers=engine.first_layers,
         )
-        server = NodeServer(engine, admission, own_record=lambda: made.record(), clock=clock)
+        server = NodeServer(
+            engine,
+            admission,
+            own_record=lambda: made.record(),
+            sign_lease=lambda lease: sign_lease(lease, identity),
+            clock=clock,
+        )
         pool = LinkPool(
             MemoryNetwork(self.world, identity, host),
             identity.peer_id,

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 
 from fusion_node.client.connection import SwarmConnection
-from fusion_node.client.session import Session
 from fusion_node.client.session_core import Prefix, SessionCore
 from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.numerics import numerics_class
@@ -20,6 +19,7 @@ from fusion_node.types import LayerRange
 from p2p.messages import RETAIN_S, CloseSession, OpenSession, SessionFailed, SessionOpened, StepResult
 from p2p.records import sign_plan
 from tests.engine.tiny import TinyModel, tiny_model
+from tests.scenarios.session import Session
 from tests.scenarios.swarm import CPU, Answer, MemorySwarm, Node, memory_swarm, step, until
 
 FIRST = [7 + 13 * n % 120 for n in range(37)]

@@ -1,12 +1,17 @@
-"""The shell around SessionCore: its messages go to the links, its timer to the event loop, its events to who awaits."""
+"""A session alone, without what repairs it: the first stage that cannot go on ends it.
+
+A shell around SessionCore for tests of nodes: its messages go to the links, its timer to the event loop, its events to
+who awaits.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 
 from fusion_node.client.connection import SwarmConnection
-from fusion_node.client.session_core import Failed, Opened, SessionCore, SessionEvent, StepDone
-from fusion_node.errors import FusionError, PeerError
+from fusion_node.client.session_core import CannotResume, Fault, Opened, RowsWanted, SessionCore, StepDone
+from fusion_node.errors import FusionError, LocalProtocolError, PeerError
 from fusion_node.types import MonotonicS, PeerId
 from p2p.compression import Packed, Packing
 from p2p.messages import AnyMessage, StepResult, TensorMeta
@@ -23,8 +28,9 @@ class Session:
         self._connection = connection
         self._core = core
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[SessionEvent] = asyncio.Queue()
+        self._events: asyncio.Queue[Opened | StepDone | FusionError] = asyncio.Queue()
         self._payloads: dict[int, tuple[TensorMeta, memoryview]] = {}
+        self._rows: deque[tuple[TensorMeta, memoryview]] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._failure: FusionError | None = None
         self._num_outstanding = 0
@@ -83,8 +89,8 @@ class Session:
         if self._failure is not None:
             raise self._failure
         self._num_outstanding += 1
-        step = self._core.next_step(tensor, want_last=want_last, now=self._now())
-        self._connection.links.send(self._first_peer, step, payload)
+        self._core.append(tensor.num_rows, want_last=want_last, now=self._now())
+        self._rows.append((tensor, payload))
         self._pump()
 
     def send_packed(self, packed: Packed, *, want_last: bool) -> None:
@@ -105,48 +111,69 @@ class Session:
         tensor, payload = self._payloads.pop(event.sequence)
         return event, tensor, payload
 
-    async def _next_event(self) -> SessionEvent:
+    async def _next_event(self) -> Opened | StepDone:
         event = await self._events.get()
-        if isinstance(event, Failed):
-            raise event.error
+        if isinstance(event, FusionError):
+            raise event
         return event
 
     def _on_message(self, peer: PeerId, message: AnyMessage, payload: memoryview) -> None:
         self._core.receive(message, source=peer, now=self._now())
-        # Kept only once the core has accepted it: a message accepts at most one result, its own.
-        while (event := self._core.next_event()) is not None:
-            if isinstance(event, StepDone) and isinstance(message, StepResult):
-                self._payloads[event.sequence] = (message.tensor, payload)
-            self._tell(event)
-        self._pump()
+        self._pump((message.tensor, payload) if isinstance(message, StepResult) else None)
 
     def _on_lost(self, peer: PeerId | None, error: FusionError) -> None:
         """``peer`` None: all of them, because the connection itself is closed."""
-        self._core.link_closed(peer or PeerId(self._core.plan.stages[0].peer), error)
-        self._pump()
+        if peer is not None and isinstance(error, PeerError):
+            self._core.link_closed(peer, error, now=self._now())
+            self._pump()
+        else:
+            self._fail(error)
 
     def _on_timer(self) -> None:
         self._core.handle_timer(now=self._now())
         self._pump()
 
-    def _pump(self) -> None:
-        for peer, message in self._core.messages_to_send():
-            try:
-                self._connection.links.send(peer, message)
-            except PeerError as error:
-                self._core.link_closed(peer, error)
-        while (event := self._core.next_event()) is not None:
-            self._tell(event)
+    def _pump(self, incoming: tuple[TensorMeta, memoryview] | None = None) -> None:
+        while True:
+            while (event := self._core.next_event()) is not None:
+                match event:
+                    case Opened():
+                        self._events.put_nowait(event)
+                    case StepDone():
+                        assert incoming is not None
+                        self._payloads[event.sequence] = incoming
+                        self._events.put_nowait(event)
+                    case RowsWanted():
+                        self._send(event)
+                    case Fault(error=error):
+                        self._fail(error)
+                    case CannotResume():
+                        self._fail(LocalProtocolError("a session that is never resumed"))
+            messages = self._core.messages_to_send()
+            for peer, message in messages:
+                try:
+                    self._connection.links.send(peer, message)
+                except PeerError as error:
+                    self._core.link_closed(peer, error, now=self._now())
+            if not messages:
+                break
         due = self._core.get_timer()
         if self._timer is not None:
             self._timer.cancel()
         # The event loop's clock is the monotonic one that the core is handed.
         self._timer = None if due is None else self._loop.call_at(due, self._on_timer)
 
-    def _tell(self, event: SessionEvent) -> None:
-        if isinstance(event, Failed):
-            self._failure = event.error
-        self._events.put_nowait(event)
+    def _send(self, wanted: RowsWanted) -> None:
+        tensor, payload = self._rows.popleft()
+        step = self._core.rows_ready(wanted, tensor, now=self._now())
+        if step is not None:
+            self._connection.links.send(*step, payload)
+
+    def _fail(self, error: FusionError) -> None:
+        if self._failure is None:
+            self._failure = error
+            self._core.close()
+            self._events.put_nowait(error)
 
     def _end(self) -> None:
         self._core.close(retain=self.retain)

@@ -1,0 +1,349 @@
+"""The shell around AnswerCore: its messages go to the links, its timer to the event loop, its questions to a router."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+import structlog
+
+from fusion_node.client.answer_core import (
+    AnswerCore,
+    AnswerEvent,
+    Failed,
+    Place,
+    RowsWanted,
+    SessionBegan,
+    SessionEnded,
+    StepDone,
+    WantsAlternates,
+    WantsConnection,
+    WantsRoute,
+)
+from fusion_node.client.connection import SwarmConnection
+from fusion_node.client.session_core import Prefix
+from fusion_node.errors import FusionError, PeerError, PeerUnreachable
+from fusion_node.types import MonotonicS, PeerId
+from p2p.compression import Packed
+from p2p.identity import short
+from p2p.messages import AnyMessage, StepResult, TensorMeta
+from p2p.records import dialled_at
+
+CONNECT_S = 6.0
+"""For a link to a node: as long as measuring one may take."""
+
+log = structlog.get_logger(__name__)
+
+EncodedRows = tuple[TensorMeta, memoryview]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A route for WantsRoute; see AnswerCore.routed."""
+
+    places: tuple[Place, ...]
+    prefix: Prefix | None = None
+    expected_step_s: float | None = None
+
+
+class Routes(Protocol):
+    """Where routes come from."""
+
+    async def find(self, wants: WantsRoute, present: tuple[Place, ...]) -> Found:
+        """A whole route, or the present one patched.
+
+        Raises:
+            FusionError: there is none.
+        """
+        ...
+
+    async def alternates(self, wants: WantsAlternates, present: tuple[Place, ...]) -> tuple[tuple[Place, ...], ...]:
+        """For each stage what would take its place now."""
+        ...
+
+
+class AnswerShell:
+    """One answer. Use ``async with``; leaving it frees its session on every stage.
+
+    Args:
+        core: not started.
+        embed: encodes the rows of positions ``[start, stop)``, which is the work of another thread.
+        on_compute: runs a function on the thread for that.
+        on_event: is told of every event, after it was followed.
+
+    Attributes:
+        retain: set before leaving: the stages are to keep the KV for a later session with the same beginning.
+    """
+
+    def __init__(
+        self,
+        connection: SwarmConnection,
+        core: AnswerCore,
+        routes: Routes,
+        *,
+        embed: Callable[[int, int], Awaitable[EncodedRows]],
+        on_compute: Callable[[Callable[[], Packed]], Awaitable[Packed]],
+        on_event: Callable[[AnswerEvent], None],
+    ) -> None:
+        self.core = core
+        self.retain = False
+        self._connection = connection
+        self._routes = routes
+        self._embed = embed
+        self._on_compute = on_compute
+        self._on_event = on_event
+        self._loop = asyncio.get_running_loop()
+        self._results: asyncio.Queue[EncodedRows | BaseException] = asyncio.Queue()
+        self._incoming: EncodedRows | None = None
+        """Of the message that the core is being handed."""
+        self._wanted: deque[RowsWanted] = deque()
+        self._is_sending = False
+        self._newest: tuple[int, EncodedRows] | None = None
+        """The rows of the last position that was appended."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._routing: asyncio.Task[None] | None = None
+        self._sessions: set[bytes] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_pumping = False
+        self._is_over = False
+
+    async def __aenter__(self) -> Self:
+        self.core.start(now=self._now())
+        self._pump()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.core.close(retain=self.retain, now=self._now())
+        self._pump()
+        self._is_over = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for session in self._sessions:
+            self._connection.unregister(session)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def next_row(self) -> EncodedRows:
+        """The row of the last position, which may be compressed: choose a token, and then ``append``.
+
+        Raises:
+            FusionError: the answer cannot go on.
+        """
+        result = await self._results.get()
+        if isinstance(result, BaseException):
+            raise result
+        return result
+
+    def append(self, position: int, rows: EncodedRows) -> None:
+        """The token of the next position was chosen, and these are its rows."""
+        self._newest = (position, rows)
+        self.core.append(now=self._now())
+        self._pump()
+
+    def result_unfit(self, reason: str) -> None:
+        """The row that came last cannot be used; there will be another, or an error."""
+        self.core.result_unfit(reason, now=self._now())
+        self._pump()
+
+    # what comes from outside
+
+    def _on_message(self, peer: PeerId, message: AnyMessage, payload: memoryview) -> None:
+        self._incoming = (message.tensor, payload) if isinstance(message, StepResult) else None
+        self.core.receive(message, source=peer, now=self._now())
+        self._pump()
+        self._incoming = None
+
+    def _on_lost(self, peer: PeerId | None, error: FusionError) -> None:
+        """``peer`` None: all of them, because the connection itself is closed."""
+        self.core.link_closed(peer or PeerId(""), error, now=self._now())
+        self._pump()
+
+    def _on_timer(self) -> None:
+        self.core.handle_timer(now=self._now())
+        self._pump()
+
+    # what the core says
+
+    def _pump(self) -> None:
+        """Follows the core until it has nothing more to say."""
+        if self._is_pumping or self._is_over:
+            return
+        self._is_pumping = True
+        try:
+            while True:
+                while (event := self.core.next_event()) is not None:
+                    self._follow(event)
+                    self._on_event(event)
+                messages = self.core.messages_to_send()
+                for peer, message in messages:
+                    try:
+                        self._connection.links.send(peer, message)
+                    except PeerError as error:
+                        self.core.link_closed(peer, error, now=self._now())
+                if not messages and not self._send_rows():
+                    break
+        finally:
+            self._is_pumping = False
+        if self._timer is not None:
+            self._timer.cancel()
+        due = self.core.get_timer()
+        # The event loop's clock is the monotonic one that the core is handed.
+        self._timer = None if due is None else self._loop.call_at(due, self._on_timer)
+
+    def _follow(self, event: AnswerEvent) -> None:
+        match event:
+            case WantsRoute():
+                if self._routing is not None:
+                    self._routing.cancel()
+                self._routing = self._spawn(self._find_route(event))
+            case WantsConnection(place):
+                if self._connection.links.is_connected(place.peer):
+                    self.core.connected(place.peer, now=self._now())
+                else:
+                    self._spawn(self._connect(place))
+            case WantsAlternates():
+                self._spawn(self._find_alternates(event))
+            case SessionBegan(session):
+                self._sessions.add(session)
+                self._connection.register(session, self._on_message, self._on_lost)
+            case SessionEnded(session):
+                self._sessions.discard(session)
+                self._connection.unregister(session)
+            case RowsWanted():
+                self._wanted.append(event)
+            case StepDone() if event.has_row and self._incoming is not None:
+                self._results.put_nowait(self._incoming)
+            case Failed(error):
+                self._results.put_nowait(error)
+            case _:
+                pass
+
+    async def _find_route(self, wants: WantsRoute) -> None:
+        log.debug("looking for a route", kind=wants.kind.value, reason=wants.reason)
+        try:
+            found = await self._routes.find(wants, self.core.places)
+        except FusionError as error:
+            self.core.no_route(wants.number, error, now=self._now())
+        else:
+            self.core.routed(
+                wants.number,
+                found.places,
+                now=self._now(),
+                prefix=found.prefix,
+                expected_step_s=found.expected_step_s,
+            )
+        self._pump()
+
+    async def _find_alternates(self, wants: WantsAlternates) -> None:
+        """Links them as well: what is not linked is no alternate."""
+        present = self.core.places
+        try:
+            found = await self._routes.alternates(wants, present)
+        except FusionError as error:
+            log.debug("no alternates", reason=str(error))
+            return
+        linked = {}
+        for place in {place for places in found for place in places}:
+            try:
+                linked[place] = await self._try_connect(place) is None
+            except FusionError as error:  # of ours: a link too many
+                log.debug("no link to an alternate", reason=str(error))
+                linked[place] = False
+        if self.core.places == present:
+            kept = tuple(places if all(linked[place] for place in places) else () for places in found)
+            self.core.alternates(kept, now=self._now())
+
+    async def _connect(self, place: Place) -> None:
+        error = await self._try_connect(place)
+        if error is None:
+            self.core.connected(place.peer, now=self._now())
+        else:
+            self.core.unreachable(place.peer, error, now=self._now())
+        self._pump()
+
+    async def _try_connect(self, place: Place) -> PeerError | None:
+        peer, addresses = place.peer, dialled_at(place.stage)
+        try:
+            if not addresses and not self._connection.links.is_connected(peer):
+                raise PeerUnreachable(peer, f"node {short(peer)} can be dialled by nobody, and no relay leads to it")
+            await self._connection.links.connect(peer, addresses, timeout_s=CONNECT_S)
+        except PeerError as error:
+            return error
+        return None
+
+    # rows
+
+    def _send_rows(self) -> bool:
+        """Those that are wanted, in order. Says whether the core was told of any."""
+        told = False
+        while self._wanted and not self._is_sending:
+            wanted = self._wanted.popleft()
+            rows = self._rows_at_hand(wanted)
+            packing = None if rows is None else self._connection.compressor.choose(self.core.places[0].peer, *rows)
+            if rows is None or (packing is not None and packing.is_large):
+                # Those behind it wait, so that all stay in order.
+                self._is_sending = True
+                self._spawn(self._make_rows(wanted, rows))
+            elif packing is not None:
+                self._send_packed(wanted, packing.run())
+                told = True
+            else:
+                self._send(wanted, *rows)
+                told = True
+        return told
+
+    def _rows_at_hand(self, wanted: RowsWanted) -> EncodedRows | None:
+        if self._newest is None or (wanted.first_position, wanted.num_positions) != (self._newest[0], 1):
+            return None
+        return self._newest[1]
+
+    async def _make_rows(self, wanted: RowsWanted, rows: EncodedRows | None) -> None:
+        try:
+            if rows is None:
+                rows = await self._embed(wanted.first_position, wanted.first_position + wanted.num_positions)
+            places = self.core.places
+            packing = self._connection.compressor.choose(places[0].peer, *rows) if places else None
+            if packing is None:
+                self._send(wanted, *rows)
+            else:
+                self._send_packed(wanted, await self._on_compute(packing.run) if packing.is_large else packing.run())
+        finally:
+            self._is_sending = False
+        self._pump()
+
+    def _send_packed(self, wanted: RowsWanted, packed: Packed) -> None:
+        self._connection.compressor.note(packed)
+        self._send(wanted, packed.tensor, memoryview(packed.payload))
+
+    def _send(self, wanted: RowsWanted, tensor: TensorMeta, payload: memoryview) -> None:
+        step = self.core.rows_ready(wanted, tensor, now=self._now())
+        if step is None:
+            return
+        peer, message = step
+        try:
+            self._connection.links.send(peer, message, payload)
+        except PeerError as error:
+            self.core.link_closed(peer, error, now=self._now())
+
+    # tasks
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        """What goes wrong here that is nobody else's fault ends the answer as it is."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and not self._is_over:
+            self.core.close(retain=False, now=self._now())
+            self._pump()
+            self._results.put_nowait(error)
+
+    def _now(self) -> MonotonicS:
+        return MonotonicS(self._loop.time())

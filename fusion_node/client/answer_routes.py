@@ -1,0 +1,196 @@
+"""One answer as SwarmClient sees it: what others may begin like, where its routes come from, and what is told of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import structlog
+
+from fusion_node.client.answer import Found
+from fusion_node.client.answer_core import (
+    AnswerCore,
+    AnswerEvent,
+    Opened,
+    PeerFailed,
+    Place,
+    Repaired,
+    RouteKind,
+    StepDone,
+    WantsAlternates,
+    WantsRoute,
+)
+from fusion_node.client.connection import MeasuredNode
+from fusion_node.client.generation import GenerationStats, RepairReport, StageReport
+from fusion_node.client.prefix_cache_core import PrefixCache, Remembered
+from fusion_node.client.routing import Planned, Router
+from fusion_node.client.sampling import SamplingParams
+from fusion_node.client.session_core import Prefix
+from fusion_node.errors import NoRoute
+from fusion_node.types import MonotonicS, PeerId
+from p2p.identity import short
+from p2p.messages import StageTiming
+from p2p.records import PlanStage
+
+LOOK_EVERY_S = 30.0
+"""Between two looks at the swarm for alternates while an answer is under way: half of what a record is valid for."""
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Answer(Remembered):
+    """The session of one answer, as long as another may begin like it."""
+
+    all_ids: list[int] = field(repr=False)
+    """``ids``, to be appended to."""
+    epoch: int = 0
+    """Of the plan under which the session ended."""
+    planned: Planned = field(default_factory=Planned)
+    is_kept: bool = False
+    """Its nodes were asked to keep it."""
+    prefilled: asyncio.Event = field(default_factory=asyncio.Event, repr=False)
+    """Or it has come to its end."""
+
+
+@dataclass(slots=True)
+class Work:
+    """What one answer carries from step to step."""
+
+    answer: Answer
+    params: SamplingParams
+    stats: GenerationStats
+
+    def begin_stages(self) -> None:
+        """The report of each stage of a route: of those that go on, what they have done stays."""
+        before = {(stage.peer, stage.layers): stage for stage in self.stats.stages}
+        self.stats.stages = tuple(
+            before.get(
+                (node.peer, layers),
+                StageReport(node.peer, layers, node.record.device, node.round_trip_s or 0.0, 0, 0.0, 0.0),
+            )
+            for node, layers in self.answer.planned.stages
+        )
+
+    def note(self, timings: Sequence[StageTiming]) -> None:
+        """Adds a step's timings to the report of each stage."""
+        reports = []
+        for index, stage in enumerate(self.stats.stages):
+            timing = timings[index] if index < len(timings) else StageTiming(0, 0)
+            compute_s, queue_s = stage.compute_s + timing.compute_us / 1e6, stage.queue_s + timing.queue_us / 1e6
+            reports.append(replace(stage, steps=stage.steps + 1, compute_s=compute_s, queue_s=queue_s))
+        self.stats.stages = tuple(reports)
+
+
+class AnswerRoutes:
+    """Routes for one answer: where a beginning of its prompt is known, over the nodes that know it, at first."""
+
+    def __init__(self, router: Router, prefixes: PrefixCache[Answer] | None, work: Work, num_positions: int) -> None:
+        self._router = router
+        self._prefixes = prefixes
+        self._work = work
+        self._answer = work.answer
+        self._num_positions = num_positions
+        self._nodes: dict[PeerId, MeasuredNode] = {}
+        self._known: Answer | None = None
+        """Whose beginning was asked for."""
+        self._was_known_tried = False
+        self._looked_at = time.monotonic()
+
+    def note(self, core: AnswerCore, event: AnswerEvent) -> None:
+        """What others want to know of an answer on its way."""
+        work, answer, stats = self._work, self._answer, self._work.stats
+        match event:
+            case Opened():
+                if not answer.session:
+                    stats.cached_tokens = event.reused_positions
+                    self._opened(event.reused_positions)
+                answer.session, answer.epoch = event.session, event.epoch
+                answer.planned = self._planned(event.places)
+                answer.stages = answer.planned.places
+                answer.num_computed = core.num_computed
+                work.begin_stages()
+                log.debug("session open", session=event.session.hex()[:8], epoch=event.epoch)
+            case StepDone():
+                answer.num_computed = event.num_computed
+                work.note(event.timings)
+            case Repaired():
+                log.info("answer repaired", kind=event.kind.value, cause=event.cause, stall_s=round(event.stall_s, 3))
+                stats.repairs += (
+                    RepairReport(
+                        event.kind.value,
+                        event.stage,
+                        event.peer,
+                        event.cause,
+                        event.stall_s,
+                        event.replayed_positions,
+                        event.replayed_bytes,
+                    ),
+                )
+            case PeerFailed(error):
+                log.info("planning without a node", peer=short(error.peer), reason=str(error))
+                self._router.note_failure(error)
+            case _:
+                pass
+
+    def _planned(self, places: Sequence[Place]) -> Planned:
+        """The route over these places, all of whose nodes were found here."""
+        return Planned(tuple((self._nodes[place.peer], place.layers) for place in places))
+
+    def _opened(self, reused_positions: int) -> None:
+        """A session has begun with so many positions."""
+        if self._known is not None and not reused_positions and self._prefixes is not None:
+            # At least one of its nodes has dropped it, so it is no reason to prefer them any more.
+            self._prefixes.forget(self._known)
+        self._known = None
+
+    async def find(self, wants: WantsRoute, present: tuple[Place, ...]) -> Found:
+        """See Routes."""
+        if wants.kind is RouteKind.PATCH:
+            patched = await self._router.patch(
+                self._planned(present),
+                wants.lost,
+                self._num_positions,
+                avoid_peers=wants.avoid_peers,
+                avoid_pairs=wants.avoid_pairs,
+            )
+            if patched is None:
+                raise NoRoute(f"nobody else serves these layers: {wants.reason}")
+            return Found(self._places(patched))
+        found = None
+        if self._prefixes is not None and not self._answer.session:
+            found = self._prefixes.find(self._answer.ids, now=MonotonicS(time.monotonic()))
+        if found is not None and not self._was_known_tried and self._router.can_go_on(found[0].planned):
+            self._was_known_tried = True
+            planned = found[0].planned
+        else:
+            planned = await self._router.route(
+                self._num_positions,
+                num_prompt=self._answer.num_prompt,
+                avoid_peers=wants.avoid_peers,
+                avoid_pairs=wants.avoid_pairs,
+            )
+        prefix = None
+        if found is not None and found[0].stages == planned.places:
+            self._known, num_known = found
+            prefix = Prefix(found[0].session, num_known)
+        return Found(self._places(planned), prefix)
+
+    async def alternates(self, wants: WantsAlternates, present: tuple[Place, ...]) -> tuple[tuple[Place, ...], ...]:
+        """See Routes."""
+        if time.monotonic() - self._looked_at >= LOOK_EVERY_S:
+            self._looked_at = time.monotonic()
+            await self._router.refresh()
+        found = await self._router.alternates(self._planned(present), self._num_positions)
+        return tuple(self._places(Planned(stages)) for stages in found)
+
+    def _places(self, planned: Planned) -> tuple[Place, ...]:
+        places = []
+        for node, layers in planned.stages:
+            self._nodes[node.peer] = node
+            record = node.record
+            stage = PlanStage(node.peer, layers.start, layers.stop, record.data_addresses, record.libp2p_addresses)
+            places.append(Place(stage, node.round_trip_s or 0.0))
+        return tuple(places)

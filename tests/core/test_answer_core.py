@@ -1,0 +1,397 @@
+"""An answer over nodes that fail: its tokens are those of one machine, or its end is a named error."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from fusion_node.client.answer_core import Opened, Place, RepairKind, RowsWanted, StepDone, WantsRoute
+from fusion_node.client.session_core import Prefix
+from fusion_node.errors import LocalProtocolError, NoRoute, PeerError, PeerRefused, RemoteProtocolError
+from tests.core.answer_world import USER, Node, User, World, undisturbed
+
+PROMPT = list(range(100, 190))
+NUM_TOKENS = 12
+EXPECTED = undisturbed(PROMPT, NUM_TOKENS)
+
+Fault = Callable[[World, Node], None]
+
+
+def world_of_three(seed: int = 0, *, num_spare: int = 1) -> tuple[World, list[Node], list[Node]]:
+    """Three stages, and for each so many others that could serve it."""
+    world = World(seed)
+    ranges = ((0, 2), (2, 4), (4, 6))
+    nodes = [world.node(*layers) for layers in ranges]
+    spare = [world.node(*layers) for _ in range(num_spare) for layers in ranges]
+    return world, nodes, spare
+
+
+def at_token(user: User, count: int, work: Callable[[], None]) -> None:
+    """Does it once, when so many tokens are there."""
+
+    def on_token(num_tokens: int) -> None:
+        if num_tokens == count:
+            work()
+
+    user.on_token = on_token
+
+
+def at_event(user: User, matches: Callable[[object], bool], work: Callable[[], None]) -> None:
+    """Does it once, at the first event that matches."""
+    is_done = False
+
+    def on_event(event: object) -> None:
+        nonlocal is_done
+        if not is_done and matches(event):
+            is_done = True
+            work()
+
+    user.on_event = on_event
+
+
+def kill(world: World, node: Node) -> None:
+    world.kill(node)
+
+
+def freeze(world: World, node: Node) -> None:
+    world.freeze(node)
+
+
+def reset(world: World, node: Node) -> None:
+    """The user's link to it."""
+    world.cut(USER, node.peer, for_good=False)
+
+
+def spoil(world: World, node: Node) -> None:
+    node.spoils = True
+
+
+def drain(world: World, node: Node) -> None:
+    node.serving.drain(now=world.now, grace_s=30.0, reason="it is told to stop")
+    node.pump()
+
+
+FAULTS: dict[str, Fault] = {"kill": kill, "freeze": freeze, "reset": reset, "spoil": spoil, "drain": drain}
+
+
+def finish(world: World, user: User) -> None:
+    world.run(stop=lambda: user.is_done)
+    assert user.is_done
+    assert user.error is None, repr(user.error)
+    assert user.tokens == EXPECTED
+
+
+def test_undisturbed_answer_asks_for_no_row_twice_and_repairs_nothing() -> None:
+    world, _, _ = world_of_three()
+    user = world.answer(PROMPT, NUM_TOKENS)
+    finish(world, user)
+    wanted = [event for event in user.events if isinstance(event, RowsWanted)]
+    assert [w.first_position for w in wanted] == sorted({w.first_position for w in wanted})
+    assert not any(w.is_replay for w in wanted)
+    assert user.repairs == []
+    assert user.avoided == []
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("when", ["prefill", "decode", "between"])
+def test_stage_that_fails_is_replaced_and_the_tokens_stay_the_same(fault: str, stage: int, when: str) -> None:
+    world, nodes, _ = world_of_three()
+    user = world.answer(PROMPT, NUM_TOKENS)
+
+    def strike() -> None:
+        FAULTS[fault](world, nodes[stage])
+
+    match when:
+        case "prefill":
+            at_event(user, lambda event: isinstance(event, StepDone), strike)
+        case "decode":
+            # The rows of the fifth token are on their way.
+            at_token(user, 4, lambda: world.after(0.02, strike))
+        case "between":
+            at_token(user, 4, strike)
+    finish(world, user)
+    assert user.num_sessions == 1
+    (repair,) = user.repairs
+    assert (repair.kind, repair.stage, repair.peer) == (RepairKind.PATCHED, stage, nodes[stage].peer)
+    assert repair.stall_s < 2.5
+    # A stage's word about the one before it has nobody avoided.
+    assert user.avoided == ([] if fault == "spoil" and stage < 2 else [nodes[stage].peer])
+    assert repair.replayed_positions > 0
+
+
+def test_replacement_gets_the_history_from_the_stage_before_and_not_from_the_user() -> None:
+    world, nodes, _ = world_of_three()
+    user = world.answer(PROMPT, NUM_TOKENS)
+    at_token(user, 5, lambda: world.kill(nodes[1]))
+    finish(world, user)
+    assert user.repairs[0].replayed_bytes <= 16  # the row that was on its way
+    assert nodes[0].serving.counters["rows_resent"] >= len(PROMPT) + 4
+    # The stages that are left compute nothing twice.
+    assert nodes[0].serving.counters["rows"] == len(PROMPT) + NUM_TOKENS - 1
+
+
+def test_alternate_is_there_before_it_is_needed() -> None:
+    """Nothing is looked for, so that the stall is little more than the replay."""
+    world, nodes, _ = world_of_three()
+    user = world.answer(PROMPT, NUM_TOKENS)
+    at_token(user, 5, lambda: world.kill(nodes[2]))
+    finish(world, user)
+    assert [event.kind.value for event in user.events if isinstance(event, WantsRoute)] == ["whole"]
+
+
+def test_lost_layers_may_be_served_by_several_others() -> None:
+    world = World(0)
+    nodes = [world.node(0, 3), world.node(3, 6)]
+    world.node(0, 2)
+    world.node(2, 3)
+    user = world.answer(PROMPT, NUM_TOKENS)
+    at_token(user, 3, lambda: world.kill(nodes[0]))
+    finish(world, user)
+    assert user.num_sessions == 1
+    assert len(user.core.places) == 3
+
+
+@pytest.mark.parametrize("stages", [(0, 1), (1, 2), (0, 2), (0, 1, 2)])
+@pytest.mark.parametrize("fault", ["kill", "freeze"])
+def test_several_stages_fail_at_once(stages: tuple[int, ...], fault: str) -> None:
+    world, nodes, _ = world_of_three()
+    user = world.answer(PROMPT, NUM_TOKENS)
+
+    def strike() -> None:
+        for stage in stages:
+            FAULTS[fault](world, nodes[stage])
+
+    at_token(user, 4, lambda: world.after(0.02, strike))
+    finish(world, user)
+    assert user.num_sessions == 1
+
+
+@pytest.mark.parametrize("second", [0, 1, 2])
+@pytest.mark.parametrize("fault", ["kill", "freeze", "reset"])
+def test_stage_fails_while_another_is_being_replaced(second: int, fault: str) -> None:
+    world, nodes, spare = world_of_three(num_spare=2)
+    user = world.answer(PROMPT, NUM_TOKENS)
+    at_token(user, 4, lambda: world.kill(nodes[1]))
+    victim = spare[1] if second == 1 else nodes[second]
+    at_event(
+        user,
+        lambda event: isinstance(event, Opened) and event.epoch == 1,
+        lambda: world.after(0.03, lambda: FAULTS[fault](world, victim)),
+    )
+    finish(world, user)
+    assert user.num_sessions == 1
+
+
+def test_link_between_two_nodes_that_cannot_be_made_again_is_avoided_and_nobody_is_blamed() -> None:
+    world, nodes, spare = world_of_three()
+    user = world.answer(PROMPT, NUM_TOKENS)
+    at_token(user, 4, lambda: world.cut(nodes[0].peer, nodes[1].peer, for_good=True))
+    finish(world, user)
+    assert user.avoided == []
+    assert user.repairs[0].cause == "pair"
+    assert {place.peer for place in user.core.places} in (
+        {nodes[0].peer, spare[1].peer, nodes[2].peer},
+        {spare[0].peer, nodes[1].peer, nodes[2].peer},
+    )
+
+
+def test_link_between_two_nodes_without_alternates_is_made_again() -> None:
+    world, nodes, _ = world_of_three(num_spare=0)
+    user = world.answer(PROMPT, NUM_TOKENS)
+    at_token(user, 4, lambda: world.cut(nodes[0].peer, nodes[1].peer, for_good=False))
+    finish(world, user)
+    assert user.num_sessions == 1
+    assert user.repairs[0].kind is RepairKind.RESUMED
+    assert [node.serving.counters["rows"] for node in nodes] == [len(PROMPT) + NUM_TOKENS - 1] * 3
+
+
+def test_frozen_stage_that_wakes_before_there_is_another_goes_on() -> None:
+    world, nodes, _ = world_of_three(num_spare=0)
+    user = world.answer(PROMPT, NUM_TOKENS)
+
+    def strike() -> None:
+        world.freeze(nodes[1])
+        world.after(4.0, lambda: world.thaw(nodes[1]))
+
+    at_token(user, 4, strike)
+    finish(world, user)
+    assert user.num_sessions == 1
+    assert user.core.epoch == 0
+    assert user.avoided == []
+
+
+def test_frozen_stage_that_wakes_after_it_was_replaced_changes_nothing() -> None:
+    world, nodes, _ = world_of_three()
+    user = world.answer(PROMPT, 60)
+
+    def strike() -> None:
+        world.freeze(nodes[1])
+        world.after(1.3, lambda: world.thaw(nodes[1]))
+
+    at_token(user, 4, strike)
+    world.run(stop=lambda: user.is_done)
+    assert user.tokens == undisturbed(PROMPT, 60)
+    assert len(user.repairs) == 1
+
+
+def test_source_that_retains_nothing_has_everything_computed_again() -> None:
+    world = World(0)
+    nodes = [world.node(0, 2, retained_bytes=0), world.node(2, 4), world.node(4, 6)]
+    world.node(2, 4)
+    user = world.answer(PROMPT, NUM_TOKENS)
+    at_token(user, 4, lambda: world.kill(nodes[1]))
+    finish(world, user)
+    assert user.num_sessions == 2
+    assert user.repairs[0].kind is RepairKind.PREFILLED
+    assert user.repairs[0].replayed_positions >= 3 * (len(PROMPT) + 4)
+
+
+def test_alternates_that_all_refuse_have_everything_computed_elsewhere() -> None:
+    world = World(0)
+    nodes = [world.node(0, 2), world.node(2, 4), world.node(4, 6)]
+    full = [world.node(2, 4) for _ in range(2)]
+    for node in full:
+        node.serving.admission.paused = "the operator needs it"
+    whole = [world.node(0, 3), world.node(3, 6)]
+    user = world.answer(PROMPT, NUM_TOKENS)
+    at_token(user, 4, lambda: world.kill(nodes[1]))
+    finish(world, user)
+    assert user.repairs[0].kind in (RepairKind.PREFILLED, RepairKind.PATCHED)
+    assert whole[0].serving.counters["rows"] > 0
+
+
+def test_nobody_left_is_a_named_error_within_patience() -> None:
+    world, nodes, _ = world_of_three(num_spare=0)
+    user = world.answer(PROMPT, NUM_TOKENS)
+
+    def strike() -> None:
+        world.kill(nodes[1])
+        user.sees = lambda place: place.peer != nodes[1].peer
+
+    at_token(user, 4, strike)
+    world.run(stop=lambda: user.is_done)
+    assert isinstance(user.error, NoRoute)
+    assert isinstance(user.error.__cause__, PeerError)
+    assert user.error.__cause__.peer == nodes[1].peer
+    assert user.tokens == EXPECTED[:4]
+    assert world.now < 1000.0 + 20.0
+
+
+def test_stage_that_comes_back_while_it_is_waited_for_serves_again() -> None:
+    world, nodes, _ = world_of_three(num_spare=0)
+    user = world.answer(PROMPT, NUM_TOKENS)
+
+    def strike() -> None:
+        world.kill(nodes[1])
+        user.sees = lambda place: place.peer != nodes[1].peer
+        world.after(3.0, back)
+
+    def back() -> None:
+        world.restart(nodes[1])
+        user.sees = lambda place: True
+
+    at_token(user, 4, strike)
+    finish(world, user)
+
+
+def test_node_that_always_fails_is_given_up_with_its_error() -> None:
+    world, nodes, _ = world_of_three(num_spare=0)
+    user = world.answer(PROMPT, NUM_TOKENS)
+    at_token(user, 4, lambda: spoil(world, nodes[2]))
+    world.run(stop=lambda: user.is_done)
+    assert isinstance(user.error, RemoteProtocolError)
+    assert user.error.peer == nodes[2].peer
+    assert user.tokens == EXPECTED[:4]
+
+
+def test_nodes_that_refuse_from_the_beginning_are_each_tried_and_told_of() -> None:
+    world, nodes, _ = world_of_three(num_spare=0)
+    nodes[1].serving.admission.paused = "the operator needs it"
+    user = world.answer(PROMPT, NUM_TOKENS)
+    world.run(stop=lambda: user.is_done)
+    assert isinstance(user.error, PeerRefused)
+    assert user.error.peer == nodes[1].peer
+    assert user.num_sessions == 3
+
+
+def test_error_of_our_own_ends_the_answer_as_it_is_and_nobody_is_avoided() -> None:
+    world, nodes, _ = world_of_three()
+    user = world.answer(PROMPT, NUM_TOKENS)
+    bug = LocalProtocolError("a bug")
+    at_token(user, 4, lambda: user.core.link_closed(nodes[0].peer, bug, now=world.now))
+    world.run(stop=lambda: user.is_done)
+    assert user.error is bug
+    assert user.avoided == []
+
+
+def test_all_nodes_are_free_again_when_the_answer_is_over() -> None:
+    world, nodes, spare = world_of_three()
+    user = world.answer(PROMPT, NUM_TOKENS)
+    at_token(user, 4, lambda: world.kill(nodes[1]))
+    finish(world, user)
+    world.run(1.0)
+    for node in (nodes[0], nodes[2], *spare):
+        assert node.serving.admission.sessions == []
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_faults_at_any_time_give_the_same_tokens_or_a_named_error(seed: int) -> None:
+    rng = random.Random(seed)
+    world, nodes, spare = world_of_three(seed, num_spare=2)
+    num_tokens = 40
+    user = world.answer(PROMPT, num_tokens)
+    everybody = nodes + spare
+    for _ in range(rng.randrange(1, 6)):
+        name, node = rng.choice(["kill", "freeze", "reset", "spoil", "drain", "cut", "thaw"]), rng.choice(everybody)
+
+        def strike(name: str = name, node: Node = node) -> None:
+            if not node.is_up:
+                return
+            match name:
+                case "thaw":
+                    world.freeze(node)
+                    world.after(rng.uniform(0.1, 8.0), lambda: world.thaw(node))
+                case "cut":
+                    other = rng.choice([n for n in everybody if n is not node])
+                    world.cut(node.peer, other.peer, for_good=rng.random() < 0.5)
+                case "drain" if node.is_frozen:
+                    pass
+                case _:
+                    FAULTS[name](world, node)
+
+        world.after(rng.uniform(0.0, 4.0), strike)
+    world.run(stop=lambda: user.is_done)
+    assert user.is_done
+    assert user.tokens == undisturbed(PROMPT, num_tokens)[: len(user.tokens)]
+    if user.error is None:
+        assert len(user.tokens) == num_tokens
+    else:
+        assert isinstance(user.error, PeerError | NoRoute)
+
+
+def test_prefix_of_an_earlier_answer_survives_the_loss_of_a_stage() -> None:
+    world, nodes, _ = world_of_three()
+    first = world.answer(PROMPT, 4)
+    world.run(stop=lambda: first.is_done)
+    session = next(event.session for event in first.events if isinstance(event, Opened))
+    world.run(1.0)
+    prompt = [*first.ids, 7, 8, 9]
+    user = world.answer(prompt, NUM_TOKENS, prefix=Prefix(session, 80))
+    at_token(user, 4, lambda: world.kill(nodes[1]))
+    world.run(stop=lambda: user.is_done)
+    opened = next(event for event in user.events if isinstance(event, Opened))
+    assert opened.reused_positions == 80
+    assert user.error is None
+    assert user.tokens == undisturbed(prompt, NUM_TOKENS)
+    assert user.num_sessions == 1
+
+
+def test_place_knows_its_peer_and_layers() -> None:
+    world, nodes, _ = world_of_three()
+    user = world.answer(PROMPT, NUM_TOKENS)
+    finish(world, user)
+    place: Place = user.core.places[0]
+    assert (place.peer, place.layers) == (nodes[0].peer, nodes[0].layers)
