@@ -20,6 +20,7 @@ from fusion_node.cli.models import models_app
 from fusion_node.cli.peers import peers
 from fusion_node.cli.plan import plan
 from fusion_node.cli.serve import serve
+from fusion_node.cli.simulate import simulate
 from fusion_node.cli.status import status
 from fusion_node.cli.talk import chat, generate
 from fusion_node.errors import FusionError
@@ -40,6 +41,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(status)
 app.command()(plan)
+app.command()(simulate)
 app.command()(invite)
 app.command()(peers)
 app.command(name="id")(show_id)

@@ -11,13 +11,16 @@ class Answered:
     """A request that ended.
 
     Attributes:
-        tokens: that the user got.
+        lasted_s: until its end, whatever that was.
+        wanted, tokens: that the user asked for, and got.
         first_s: until the first token; None when none came.
         decode_s: from the first to the last token.
         error: name of the error's class; empty when the answer is whole.
     """
 
     began_s: float
+    lasted_s: float
+    wanted: int
     tokens: int
     first_s: float | None
     decode_s: float
@@ -61,8 +64,8 @@ class Metrics:
     Attributes:
         replayed_bytes: rows that were handed on or computed again by a repair, in the model's own bytes.
         prefilled_bytes: of them, in new sessions.
+        lease_overlaps, broken_leases: see fusion_node.simulator.leases.
         false_ejections: nodes that were replaced though they lived and could be reached.
-        node_seconds: that nodes lived, all together.
     """
 
     requests: list[Answered] = field(default_factory=list)
@@ -75,5 +78,7 @@ class Metrics:
     false_ejections: int = 0
     bytes_sent: float = 0.0
     wrong_tokens: int = 0
+    lease_overlaps: int = 0
+    broken_leases: int = 0
     joined: int = 0
     left: int = 0

@@ -18,10 +18,11 @@ from fusion_node.engine.block_manager_core import BlockManager
 from fusion_node.errors import PeerError
 from fusion_node.simulator.arithmetic import DTYPE, ROW_BYTES, ROW_SIZE, Chain, garbage, is_garbage
 from fusion_node.simulator.devices import DeviceProfile
+from fusion_node.simulator.leases import LeaseBook, encode_lease
 from fusion_node.simulator.links import Host
 from fusion_node.simulator.network import Place
 from fusion_node.types import LayerRange, MonotonicS, PeerId
-from p2p.messages import AnyMessage, StageTiming, Step, StepResult
+from p2p.messages import AnyMessage, CloseSession, StageTiming
 from scheduler.topology import Speed
 
 if TYPE_CHECKING:
@@ -83,6 +84,7 @@ class Node(Host):
         self._world = world
         self._chains: dict[Session, Chain] = {}
         self._queue: deque[tuple[ServedStep, Any, float]] = deque()
+        self._leases = LeaseBook(self.num_blocks * BLOCK_SLOTS, block_slots=BLOCK_SLOTS)
         self._busy_until: float | None = None
         self._timer_at: float | None = None
 
@@ -103,7 +105,7 @@ class Node(Host):
         return int(free * self.character.claim)
 
     def refresh_record(self, every_s: float) -> None:
-        """Announces itself anew if its record is older than that. Asked by whoever reads it: idle nodes cost nothing."""
+        """Announces itself anew if its record is older than that. Asked by whoever reads it: idleness is free."""
         now = self._world.heap.now
         if now - self.announced_at > every_s and self.is_up and not self.is_frozen:
             self.announced_at = now
@@ -118,11 +120,15 @@ class Node(Host):
     # the network's side
 
     def on_message(self, source: PeerId, message: AnyMessage, payload: Any) -> None:
-        self._serving().receive(source, message, payload, now=self._now())
+        serving = self._serving()
+        if isinstance(message, CloseSession):
+            self._leases.closed(message.session, source)
+        serving.receive(source, message, payload, now=self._now())
         self.pump()
 
     def on_link_closed(self, peer: PeerId, error: PeerError) -> None:
         if self.serving is not None:
+            self._leases.user_gone(peer)
             self.serving.peer_lost(peer, str(error), now=self._now())
             self.pump()
 
@@ -135,14 +141,29 @@ class Node(Host):
             self.pump()
 
     @property
+    def num_blocks(self) -> int:
+        """Of KV."""
+        return max(1, self.kv_positions // BLOCK_SLOTS)
+
+    @property
     def num_sessions(self) -> int:
         return 0 if self.serving is None else len(self.serving.admission.sessions)
 
     def ended(self) -> None:
         """Its process is gone."""
+        self.check_leases()
         self.serving = None
         self._queue.clear()
         self._chains.clear()
+
+    def check_leases(self) -> None:
+        """Counts what was wrong with its leases so far, once."""
+        metrics, leases = self._world.metrics, self._leases
+        metrics.lease_overlaps += leases.overlaps
+        metrics.broken_leases += leases.broken
+        leases.overlaps = leases.broken = 0
+        if self.serving is not None:
+            self.serving.admission.blocks.check_integrity()
 
     # inside
 
@@ -157,7 +178,7 @@ class Node(Host):
                 world.model_id,
                 self.layers,
                 world.numerics,
-                BlockManager(max(1, self.kv_positions // BLOCK_SLOTS), block_slots=BLOCK_SLOTS),
+                BlockManager(self.num_blocks, block_slots=BLOCK_SLOTS),
             )
             admission.draining = self.is_draining
             self.serving = Serving(
@@ -166,9 +187,15 @@ class Node(Host):
                 row_size=ROW_SIZE,
                 wire_dtype=DTYPE,
                 open_plan=world.open_plan,
+                sign_lease=self._sign_lease,
                 wait_s=self.queue_s,
             )
         return self.serving
+
+    def _sign_lease(self, session: Session, lease_s: float) -> bytes:
+        lease = session.lease(self.peer, issued_at=self._world.unix_s, lease_s=lease_s)
+        self._leases.promised(lease, MonotonicS(self._world.heap.now + lease_s), now=self._now())
+        return encode_lease(lease)
 
     def pump(self) -> None:
         """Carries out what the core has decided."""
@@ -185,6 +212,7 @@ class Node(Host):
                     self._take(serving, command)
                 case Forget():
                     self._chains.pop(command.session, None)
+                    self._leases.forgotten(command.session.key, now=self._now())
                     if any(step.session is command.session for step, _, _ in self._queue):
                         self._queue = deque(each for each in self._queue if each[0].session is not command.session)
         timer = serving.get_timer()
@@ -305,8 +333,3 @@ class Node(Host):
     def befallen(self, fault: str) -> None:
         """Something has befallen it."""
         self.fault, self.fault_at = fault, self._world.heap.now
-
-
-def is_decode(message: Step | StepResult) -> bool:
-    """Whether it belongs to a step of one row."""
-    return message.tensor.num_rows <= 1

@@ -7,19 +7,19 @@ what is possible (scheduler.claims).
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fusion_node.client.answer_core import Place
-from fusion_node.types import LayerRange, PeerId
+from fusion_node.types import PeerId
 from scheduler.claims import clamp_speed
-from scheduler.planner import Candidate as OldCandidate
-from scheduler.planner import Route, plan_route
+from scheduler.cost_model import Workload
+from scheduler.planner import plan_route
+from scheduler.plans import Avoid, Planned
 from scheduler.topology import Candidate, Leg, LegSource, RouteStage
 
 if TYPE_CHECKING:
+    from fusion_node.simulator.links import Host
     from fusion_node.simulator.node import Node
     from fusion_node.simulator.world import World
 
@@ -42,12 +42,16 @@ class Known:
 
 
 class UserLegs:
-    """All legs as one user knows them (scheduler.topology.Legs)."""
+    """All legs as one user knows them (scheduler.topology.Legs).
 
-    def __init__(self, world: World, user: PeerId, known: Sequence[Known]) -> None:
+    Args:
+        round_trips: measured by the user, in seconds.
+    """
+
+    def __init__(self, world: World, user: Host, round_trips: Mapping[PeerId, float]) -> None:
         self._world = world
-        self._user = world.host(user)
-        self._round_trips = {each.node.peer: each.round_trip_s for each in known}
+        self._user = user
+        self._round_trips = round_trips
 
     def leg(self, sender: PeerId | None, receiver: PeerId | None) -> Leg:
         if sender is None or receiver is None:
@@ -81,70 +85,46 @@ def plan(
     world: World,
     legs: UserLegs,
     known: Sequence[Known],
-    num_positions: int,
-    num_prompt: int,
-    avoid_pairs: Collection[tuple[PeerId, PeerId]],
-) -> tuple[RouteStage, ...] | None:
-    """The route that the product's planner chooses; None when there is none."""
-    trips = {each.node.peer: each.round_trip_s for each in known}
-    route = plan_route(
-        [
-            OldCandidate(c.peer, c.layers, trips[c.peer], c.speed.rows_1_s, c.kv_free_positions)
-            for c in (each.candidate for each in known)
-        ],
+    work: Workload,
+    *,
+    avoid_pairs: Collection[tuple[PeerId, PeerId]] = (),
+    pinned: Sequence[RouteStage] = (),
+) -> Planned | None:
+    """The route that the product's planner chooses; None when there is none.
+
+    Args:
+        pinned: stages that stay as they are.
+    """
+    planned = plan_route(
+        [each.candidate for each in known],
+        legs,
         num_layers=world.model.num_layers,
-        num_positions=num_positions,
+        workload=work,
+        pinned=pinned,
+        avoid=Avoid(pairs=frozenset(avoid_pairs)),
+        is_explained=False,
     )
-    if not isinstance(route, Route):
-        return None
-    return tuple(RouteStage(stage.peer, stage.layers) for stage in route.stages)
+    return planned if isinstance(planned, Planned) else None
 
 
-def plan_patch(
+def alternates(
     world: World,
     legs: UserLegs,
-    route: Sequence[Place],
-    lost: Collection[int],
-    usable: Sequence[Known],
-    num_positions: int,
-    num_prompt: int,
+    known: Sequence[Known],
+    work: Workload,
+    route: Sequence[RouteStage],
+    *,
     avoid_pairs: Collection[tuple[PeerId, PeerId]],
-) -> tuple[RouteStage, ...] | None:
-    """The same route with others in the place of the lost stages; None when there is none."""
-    lost_set = set(lost)
-    pairs = {frozenset(pair) for pair in avoid_pairs}
-    stages: list[RouteStage] = []
-    used: set[PeerId] = set()
-    for is_lost, run in itertools.groupby(range(len(route)), key=lambda index: index in lost_set):
-        indices = list(run)
-        if not is_lost:
-            stages += [RouteStage(route[i].peer, route[i].layers) for i in indices]
-            continue
-        gap = LayerRange(route[indices[0]].layers.start, route[indices[-1]].layers.stop)
-        ends = {route[i].peer for i in (indices[0] - 1, indices[-1] + 1) if 0 <= i < len(route)}
-        found = plan_route(
-            [
-                OldCandidate(
-                    c.peer,
-                    LayerRange(max(c.layers.start, gap.start) - gap.start, min(c.layers.stop, gap.stop) - gap.start),
-                    each.round_trip_s,
-                    c.speed.rows_1_s,
-                    c.kv_free_positions,
-                )
-                for each in usable
-                for c in (each.candidate,)
-                if max(c.layers.start, gap.start) < min(c.layers.stop, gap.stop)
-                and c.peer not in used
-                and not any(frozenset((c.peer, end)) in pairs for end in ends)
-            ],
-            num_layers=len(gap),
-            num_positions=num_positions,
-        )
-        if not isinstance(found, Route):
-            return None
-        shifted = [
-            RouteStage(s.peer, LayerRange(s.layers.start + gap.start, s.layers.stop + gap.start)) for s in found.stages
-        ]
-        used |= {stage.peer for stage in shifted}
-        stages += shifted
-    return tuple(stages)
+) -> tuple[tuple[RouteStage, ...], ...]:
+    """For each stage of a route what would take its place; empty where nothing would."""
+    planned = plan_route(
+        [each.candidate for each in known],
+        legs,
+        num_layers=world.model.num_layers,
+        workload=work,
+        pinned=route,
+        avoid=Avoid(pairs=frozenset(avoid_pairs)),
+    )
+    if not isinstance(planned, Planned):
+        return ((),) * len(route)
+    return tuple(() if each is None else each.stages for each in planned.alternates)

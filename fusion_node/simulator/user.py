@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fusion_node.client.answer_core import (
@@ -18,29 +19,29 @@ from fusion_node.client.answer_core import (
     Place,
     Repaired,
     RouteKind,
-    RowsWanted,
     SessionBegan,
     SessionEnded,
-    StepDone,
     WantsAlternates,
     WantsConnection,
     WantsRoute,
 )
+from fusion_node.client.session_core import RowsWanted, StepDone
 from fusion_node.errors import NoRoute, PeerError
-from fusion_node.simulator import network
+from fusion_node.simulator import network, planning
 from fusion_node.simulator.arithmetic import DTYPE, ROW_SIZE, Undisturbed, embed, is_garbage, meta, token_of
+from fusion_node.simulator.leases import open_lease
 from fusion_node.simulator.links import Host
 from fusion_node.simulator.metrics import Answered
 from fusion_node.simulator.planning import Known
-from fusion_node.types import MonotonicS, PeerId
+from fusion_node.types import MonotonicS, PeerId, UnixS
 from p2p.messages import AnyMessage, StepResult
 from p2p.records import PROTOCOL_VERSION, Plan, PlanStage
+from scheduler.cost_model import Workload
 from scheduler.topology import RouteStage
 
 if TYPE_CHECKING:
     from fusion_node.simulator.world import World
 
-ROUTE_PATIENCE_S, ROUTE_RETRY_S = 8.0, 0.5
 NODES_FRESH_S, AVOID_S = 10.0, 30.0
 """As of the client's router (fusion_node.client.routing)."""
 
@@ -58,7 +59,6 @@ class Request:
     Attributes:
         prompt: in units of ``tokens_per_event``, like everything that is counted in positions.
         results: rows that came back and are not looked at yet, by session and sequence.
-        route: the present one.
         asked: number of the route that was asked for last; older questions need no answer.
     """
 
@@ -70,7 +70,6 @@ class Request:
     expected: Undisturbed
     tokens: list[int] = field(default_factory=list)
     results: dict[tuple[bytes, int], bytes | memoryview] = field(default_factory=dict)
-    route: tuple[Place, ...] = ()
     first_s: float | None = None
     last_s: float = 0.0
     is_wrong: bool = False
@@ -109,6 +108,7 @@ class User(Host):
             wire_dtype=DTYPE,
             make_plan=lambda session, epoch, stages: self._plan(session, epoch, stages, num_prompt + num_wanted),
             new_session=lambda: chance.randbytes(16),
+            open_lease=lambda envelope: open_lease(envelope, now=UnixS(world.unix_s)),
         )
         expected = Undisturbed(world.weights, prompt, seed=seed)
         request = Request(core, world.heap.now, prompt, num_wanted, seed, expected)
@@ -144,6 +144,8 @@ class User(Host):
         world.metrics.requests.append(
             Answered(
                 began_s=request.began_s,
+                lasted_s=world.heap.now - request.began_s,
+                wanted=request.num_wanted * world.group,
                 tokens=len(request.tokens) * world.group,
                 first_s=None if first_s is None else first_s - request.began_s,
                 decode_s=0.0 if first_s is None else request.last_s - first_s,
@@ -218,24 +220,23 @@ class User(Host):
         return 300.0 if plan is not None else 0.0
 
     def _on_event(self, request: Request, event: Any) -> None:
-        world = self._world
+        world, core = self._world, request.core
         match event:
             case WantsRoute():
                 request.asked = event.number
-                self._look(request, event, request.route, world.heap.now)
+                self._look(request, event, core.places)
             case WantsConnection(place):
                 world.links.connect(self, place.peer, lambda error: self._linked(request, place.peer, error))
             case WantsAlternates():
                 if world.settings.alternates:
                     world.heap.after(PLANNING_S, self._find_alternates, request, event)
-            case SessionBegan(session, places):
+            case SessionBegan(session):
                 self._sessions[session] = request
                 world.session_began(session, len(request.prompt))
-                request.route = places
             case SessionEnded(session):
                 self._session_ended(session)
             case Opened():
-                request.route = event.places
+                pass
             case RowsWanted():
                 self._send_rows(request, event)
             case StepDone():
@@ -303,72 +304,80 @@ class User(Host):
 
     # routes
 
-    def _look(self, request: Request, wanted: WantsRoute, present: tuple[Place, ...], began: float) -> None:
-        """Measures whom it knows of, if that was long ago, and plans then.
+    def _look(self, request: Request, wanted: WantsRoute, present: tuple[Place, ...]) -> None:
+        """Plans; a whole route over nodes that were measured a moment ago, a patch over those that are known.
 
         Args:
             present: the route that a PATCH is part of.
         """
-        world = self._world
-        if request.is_over or request.asked != wanted.number:
-            return
         delay_s = PLANNING_S
-        if world.heap.now >= self._known_until:
-            self._known = world.measure(self, self._chance)
-            self._known_until = world.heap.now + NODES_FRESH_S
-            slowest_s = max((each.round_trip_s for each in self._known), default=0.1)
-            delay_s += min(MAX_MEASURING_S, MEASURING_ROUND_TRIPS * slowest_s)
-        world.heap.after(delay_s, self._route, request, wanted, present, began)
+        if wanted.kind is RouteKind.WHOLE and self._world.heap.now >= self._known_until:
+            delay_s += self._measure()
+        self._world.heap.after(delay_s, self._route, request, wanted, present, True)
 
-    def _route(self, request: Request, wanted: WantsRoute, present: tuple[Place, ...], began: float) -> None:
+    def _measure(self) -> float:
+        """Looks around; seconds that it takes."""
+        self._known = self._world.measure(self, self._chance)
+        self._known_until = self._world.heap.now + NODES_FRESH_S
+        slowest_s = max((each.round_trip_s for each in self._known), default=0.1)
+        return min(MAX_MEASURING_S, MEASURING_ROUND_TRIPS * slowest_s)
+
+    def _route(self, request: Request, wanted: WantsRoute, present: tuple[Place, ...], may_look: bool) -> None:
         if request.is_over or request.asked != wanted.number:
             return
-        world = self._world
-        num_positions = len(request.prompt) + request.num_wanted
-        if wanted.kind is RouteKind.PATCH:
-            stages = self._patch(request, wanted, present, num_positions)
+        is_whole = wanted.kind is RouteKind.WHOLE
+        found = self._whole(request, wanted) if is_whole else self._patch(request, wanted, present)
+        if found is not None:
+            places, step_s = found
+            request.core.routed(wanted.number, places, now=self._now(), expected_step_s=step_s)
+        elif may_look and not is_whole:
+            self._world.heap.after(PLANNING_S + self._measure(), self._route, request, wanted, present, False)
+            return
         else:
-            stages = self._whole(request, wanted, num_positions)
-        if stages is None:
             self._known_until = -1.0
-            if wanted.wait and world.heap.now - began < ROUTE_PATIENCE_S:
-                world.heap.after(ROUTE_RETRY_S, self._look, request, wanted, present, began)
-                return
             request.core.no_route(wanted.number, NoRoute("no usable node serves some layers"), now=self._now())
-        else:
-            request.core.routed(wanted.number, stages, now=self._now())
         self._pump(request)
 
-    def _whole(self, request: Request, wanted: WantsRoute, num_positions: int) -> tuple[Place, ...] | None:
+    def _whole(self, request: Request, wanted: WantsRoute) -> tuple[tuple[Place, ...], float] | None:
+        """Rather over a node that failed a moment ago than not at all."""
         now = self._world.heap.now
         shunned = {*wanted.avoid_peers, *(peer for peer, until in self._avoid.items() if until > now)}
         trusted = [each for each in self._known if each.node.peer not in shunned]
         for known in (trusted, self._known) if len(trusted) < len(self._known) else (trusted,):
-            route = self._world.plan(self, known, num_positions, len(request.prompt), wanted.avoid_pairs)
-            if route is not None:
-                return self._places(route)
+            legs, work = self._legs(), self._workload(request)
+            planned = planning.plan(self._world, legs, known, work, avoid_pairs=wanted.avoid_pairs)
+            if planned is not None:
+                return self._places(planned.route), planned.cost.seconds_per_step * self._world.group
         return None
 
     def _patch(
-        self, request: Request, wanted: WantsRoute, present: tuple[Place, ...], num_positions: int
-    ) -> tuple[Place, ...] | None:
-        lost = set(wanted.lost)
-        kept = {place.peer for index, place in enumerate(present) if index not in lost}
-        gone = {present[index].peer for index in lost}
+        self, request: Request, wanted: WantsRoute, present: tuple[Place, ...]
+    ) -> tuple[tuple[Place, ...], float] | None:
         now = self._world.heap.now
+        gone = {present[index].peer for index in wanted.lost}
+        pinned = [
+            RouteStage(place.peer, place.layers) for index, place in enumerate(present) if index not in wanted.lost
+        ]
         usable = [
             each
             for each in self._known
             if each.node.peer not in gone
             and each.node.peer not in wanted.avoid_peers
             and self._avoid.get(each.node.peer, 0.0) <= now
-            and each.node.peer not in kept
         ]
-        route = self._world.patch(self, present, lost, usable, num_positions, len(request.prompt), wanted.avoid_pairs)
-        if route is None:
-            self._known_until = -1.0
+        legs, work = self._legs(present), self._workload(request)
+        planned = planning.plan(self._world, legs, usable, work, avoid_pairs=wanted.avoid_pairs, pinned=pinned)
+        if planned is None:
             return None
-        return self._places(route, present)
+        return self._places(planned.route, present), planned.cost.seconds_per_step * self._world.group
+
+    def _workload(self, request: Request) -> Workload:
+        return self._world.workload(len(request.prompt), len(request.prompt) + request.num_wanted)
+
+    def _legs(self, present: tuple[Place, ...] = ()) -> planning.UserLegs:
+        trips = {place.peer: place.round_trip_s for place in present}
+        trips |= {each.node.peer: each.round_trip_s for each in self._known}
+        return planning.UserLegs(self._world, self, trips)
 
     def _places(self, route: tuple[RouteStage, ...], before: tuple[Place, ...] = ()) -> tuple[Place, ...]:
         trips = {each.node.peer: each.round_trip_s for each in self._known}
@@ -382,17 +391,15 @@ class User(Host):
         """For each stage what would take its place; told once there are links to all of them."""
         if request.is_over:
             return
-        world, route = self._world, request.route
-        num_positions = len(request.prompt) + request.num_wanted
+        world, route = self._world, request.core.places
         taken = {place.peer for place in route}
         usable = [
             each for each in self._known if each.node.peer not in taken and each.node.peer not in wanted.avoid_peers
         ]
-        found: list[tuple[Place, ...]] = []
-        for index in range(len(route)):
-            patched = world.patch(self, route, {index}, usable, num_positions, len(request.prompt), wanted.avoid_pairs)
-            places = () if patched is None else self._places(patched, route)
-            found.append(places[index : len(places) - (len(route) - 1 - index)])
+        stages = [RouteStage(place.peer, place.layers) for place in route]
+        legs, work = self._legs(route), self._workload(request)
+        planned = planning.alternates(world, legs, usable, work, stages, avoid_pairs=wanted.avoid_pairs)
+        found = [self._places(each) for each in planned]
         waiting = dict.fromkeys(place.peer for places in found for place in places)
         failed: set[PeerId] = set()
 
@@ -400,10 +407,10 @@ class User(Host):
             waiting.pop(peer, None)
             if error is not None:
                 failed.add(peer)
-            if not waiting and not request.is_over and request.route == route:
+            if not waiting and not request.is_over and request.core.places == route:
                 usable_now = tuple(() if any(p.peer in failed for p in places) else places for places in found)
                 request.core.alternates(usable_now, now=self._now())
                 self._pump(request)
 
         for peer in list(waiting):
-            world.links.connect(self, peer, lambda error, peer=peer: linked(peer, error))  # type: ignore[misc]
+            world.links.connect(self, peer, partial(linked, peer))

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Sequence
 
-from fusion_node.client.answer_core import Place as RoutePlace
 from fusion_node.client.answer_core import Repaired, RepairKind
 from fusion_node.simulator.arithmetic import Weights
 from fusion_node.simulator.churn import Churn
@@ -17,15 +15,15 @@ from fusion_node.simulator.membership_world import ANNOUNCE_S, EPOCH_S
 from fusion_node.simulator.metrics import Metrics, Sample, Stall
 from fusion_node.simulator.network import REGION_SHARES, REGIONS, Network, Way
 from fusion_node.simulator.node import Character, Node
-from fusion_node.simulator.planning import Known, UserLegs, believed, plan, plan_patch
+from fusion_node.simulator.planning import Known, believed
 from fusion_node.simulator.settings import Settings
 from fusion_node.simulator.user import User
 from fusion_node.simulator.views import ModelledViews, RealViews, Views
 from fusion_node.types import LayerRange, ModelId, PeerId
 from p2p.messages import Step, StepResult
 from p2p.records import Plan, Refusal
+from scheduler.cost_model import Workload
 from scheduler.placement import choose_layers
-from scheduler.topology import RouteStage
 
 SAMPLE_EVERY_S = 10.0
 GRACE_S = 30.0
@@ -100,7 +98,9 @@ class World:
         limit_s = self.settings.duration_s + 3600.0
         while self.heap.now < limit_s and any(user.request is not None for user in self.users.values()):
             self.heap.run(self.heap.now + 5.0)
-        self.metrics.bytes_sent = sum(host.bytes_sent for host in (*self.nodes.values(), *self.users.values()))
+        for node in self.nodes.values():
+            node.check_leases()
+        self.metrics.bytes_sent += sum(host.bytes_sent for host in (*self.nodes.values(), *self.users.values()))
 
     def _populate(self) -> None:
         settings, chance = self.settings, self.chance
@@ -258,7 +258,7 @@ class World:
             self.reset(node)
 
     def _serving_nodes(self) -> list[Node]:
-        routes = [place.peer for user in self.users.values() if user.request for place in user.request.route]
+        routes = [place.peer for user in self.users.values() if user.request for place in user.request.core.places]
         return [node for peer in dict.fromkeys(routes) if (node := self.nodes.get(peer)) is not None and node.is_up]
 
     def freeze(self, node: Node, seconds: float) -> None:
@@ -354,30 +354,9 @@ class World:
                 known.append(Known(node, 2 * path.one_way_s, believed(node)))
         return known
 
-    def plan(
-        self,
-        user: User,
-        known: Sequence[Known],
-        num_positions: int,
-        num_prompt: int,
-        avoid_pairs: Collection[tuple[PeerId, PeerId]],
-    ) -> tuple[RouteStage, ...] | None:
-        """A whole route."""
-        return plan(self, UserLegs(self, user.peer, known), known, num_positions, num_prompt, avoid_pairs)
-
-    def patch(
-        self,
-        user: User,
-        route: Sequence[RoutePlace],
-        lost: Collection[int],
-        usable: Sequence[Known],
-        num_positions: int,
-        num_prompt: int,
-        avoid_pairs: Collection[tuple[PeerId, PeerId]],
-    ) -> tuple[RouteStage, ...] | None:
-        """The same route with others in the place of some stages."""
-        legs = UserLegs(self, user.peer, usable)
-        return plan_patch(self, legs, route, lost, usable, num_positions, num_prompt, avoid_pairs)
+    def workload(self, num_prompt: int, num_positions: int) -> Workload:
+        """What a route is wanted for; both in positions of the simulation."""
+        return Workload(num_positions, num_prompt * self.group, row_bytes=self.model.row_bytes)
 
     # what is measured
 
