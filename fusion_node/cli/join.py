@@ -22,8 +22,10 @@ from fusion_node.cli.options import (
     parse_price,
     parse_rate,
     parse_size,
+    parse_size_or_none,
 )
 from fusion_node.daemon.config import DEFAULT_LISTEN, NodeConfig
+from fusion_node.daemon.manners_core import PAUSE_GRACE_S
 from fusion_node.types import LayerRange
 
 if TYPE_CHECKING:
@@ -77,6 +79,15 @@ def join(
         int | None,
         typer.Option(metavar="SIZE", parser=parse_size, help="Memory for all sessions' KV; a quarter of what is free."),
     ] = None,
+    retain_memory: Annotated[
+        int | None,
+        typer.Option(
+            metavar="SIZE",
+            parser=parse_size_or_none,
+            help="Memory for rows that were handed on, so that answers outlive the nodes behind this one; a sixteenth "
+            "of what is free, 1 GiB at most. 0 keeps none.",
+        ),
+    ] = None,
     max_ram: Annotated[
         int | None,
         typer.Option(
@@ -127,6 +138,12 @@ def join(
     puzzle_bits: PuzzleBits = None,
     mdns: Mdns = True,
     home: Home = None,
+    drain_grace: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS", min=0.0, help="How long users have to go elsewhere when the node stops or is paused."
+        ),
+    ] = PAUSE_GRACE_S,
     until_stdin_ends: Annotated[
         bool, typer.Option("--until-stdin-ends", help="Leave when standard input ends: with whoever started the node.")
     ] = False,
@@ -147,6 +164,7 @@ def join(
         numerics=numerics,
         threads=threads,
         kv_memory_bytes=kv_memory,
+        retain_memory_bytes=retain_memory,
         max_ram_bytes=max_ram,
         max_vram_bytes=max_vram,
         max_upload_Bps=max_upload,
@@ -161,6 +179,7 @@ def join(
         operator=operator,
         region=region,
         price=price or 0.0,
+        drain_grace_s=drain_grace,
         puzzle_bits=puzzle_bits,
     )
     from fusion_node.daemon.node import run_node

@@ -47,8 +47,6 @@ class NodeConfig:
         operator: a name that the operator wants to be known by; a claim.
         region: where the operator says that the node stands; a claim.
         price: what the operator asks for a million positions in one layer: a tag for users' rules.
-        region: where the operator says that the node stands; a claim.
-        price: what the operator asks for a million positions in one layer: a tag for users' rules.
         drain_grace_s: for the users of a node that stops or is paused to take their sessions elsewhere.
         puzzle_bits: what this identity pays, and demands of others; None is p2p.puzzle.default_bits.
     """
@@ -77,8 +75,6 @@ class NodeConfig:
     swarm_key_path: Path | None = None
     allow_path: Path | None = None
     operator: str = ""
-    region: str = ""
-    price: float = 0.0
     region: str = ""
     price: float = 0.0
     drain_grace_s: float = PAUSE_GRACE_S
