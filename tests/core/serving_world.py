@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from fusion_node.daemon.admission_core import Admission, Session
@@ -225,14 +225,37 @@ class Order:
     num_rows: int
     covers: int = 1
 
-    def takes(self, other: Order) -> bool:
+    def takes(self, other: Order, max_rows: int) -> bool:
         """Adds another to this one, if that can be."""
         is_next = self.end == other.end and self.sequence + self.covers == other.sequence
-        if self.is_wanted or other.is_wanted or not is_next or self.num_rows + other.num_rows > MAX_MERGED_ROWS:
+        if self.is_wanted or other.is_wanted or not is_next or self.num_rows + other.num_rows > max_rows:
             return False
         self.num_rows += other.num_rows
         self.covers += 1
         return True
+
+
+def orders_of(
+    entries: Sequence[tuple[int, int]], lacks: Sequence[int], results: Container[int], *, max_merged_rows: int
+) -> list[Order]:
+    """How every entry, a first position and a number of rows, is brought to the stages that lack it.
+
+    Args:
+        lacks: per stage, the first entry that it has not applied.
+        results: entries whose result has come.
+    """
+    last = len(lacks) - 1
+    orders: list[Order] = []
+    for sequence, (first, num_rows) in enumerate(entries):
+        stages = [stage for stage in range(last + 1) if lacks[stage] <= sequence]
+        begins = [stage for stage in stages if stage - 1 not in stages]
+        ends = [stage for stage in stages if stage + 1 not in stages]
+        for begin, end in zip(begins, ends, strict=True):
+            order = Order(sequence, begin, end, end == last and sequence not in results, first, num_rows)
+            before = next((each for each in reversed(orders) if each.begin == begin), None)
+            if before is None or not before.takes(order, max_merged_rows):
+                orders.append(order)
+    return orders
 
 
 @dataclass
@@ -326,19 +349,8 @@ class World:
             self.post(self.user, self.nodes[source].peer, resend)
 
     def orders(self) -> list[Order]:
-        last = len(self.nodes) - 1
-        lacks = [self.opened[stage].next_sequence for stage in range(last + 1)]
-        orders: list[Order] = []
-        for sequence, (first, num_rows) in enumerate(self.entries):
-            stages = [stage for stage in range(last + 1) if lacks[stage] <= sequence]
-            begins = [stage for stage in stages if stage - 1 not in stages]
-            ends = [stage for stage in stages if stage + 1 not in stages]
-            for begin, end in zip(begins, ends, strict=True):
-                order = Order(sequence, begin, end, end == last and sequence not in self.results, first, num_rows)
-                before = next((each for each in reversed(orders) if each.begin == begin), None)
-                if before is None or not before.takes(order):
-                    orders.append(order)
-        return orders
+        lacks = [self.opened[stage].next_sequence for stage in range(len(self.nodes))]
+        return orders_of(self.entries, lacks, self.results, max_merged_rows=MAX_MERGED_ROWS)
 
     def told(self, source: PeerId, message: object, rows: tuple[int, ...]) -> None:
         match message:
