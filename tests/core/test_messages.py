@@ -18,6 +18,7 @@ from p2p.messages import (
     AnyMessage,
     CloseSession,
     OpenSession,
+    Resend,
     SessionOpened,
     SessionRefused,
     StatusReply,
@@ -203,3 +204,43 @@ def test_other_msgpack_is_refused(value: object) -> None:
     body = msgspec.msgpack.encode(value)
     with contextlib.suppress(WireError):
         decode_message(len(body).to_bytes(4, "little") + body)
+
+
+def resend(**changes: object) -> Resend:
+    fields = {
+        "session": SESSION,
+        "epoch": 1,
+        "sequence": 4,
+        "covers": 3,
+        "first_position": 10,
+        "num_positions": 5,
+        "want_last": False,
+        "stop_stage": 2,
+    }
+    return Resend(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("message", "payload", "reason"),
+    [
+        (step(want=(), covers=2), bytes(8), "several"),
+        (step(want=(), covers=0), bytes(8), "several"),
+        (step(want=(), covers=2, stop_stage=1, parents=(4, 5)), bytes(8), "several"),
+        (step(stop_stage=1), bytes(8), "returns no rows"),
+        (resend(stop_stage=None), b"", "several"),
+        (resend(covers=0, stop_stage=None), b"", "several"),
+        (resend(covers=1, want_last=True), b"", "returns no rows"),
+        (resend(first_position=2**32 - 5), b"", "range"),
+    ],
+)
+def test_replays_that_contradict_themselves_are_refused(message: AnyMessage, payload: bytes, reason: str) -> None:
+    with pytest.raises(WireError, match=reason):
+        decode(message, payload)
+
+
+def test_replays_that_end_at_a_stage_may_stand_for_any_number_of_entries() -> None:
+    for covers in (0, 1, 7):
+        assert decode(step(want=(), covers=covers, stop_stage=1))[0] == step(want=(), covers=covers, stop_stage=1)
+        assert decode(resend(covers=covers), b"")[0] == resend(covers=covers)
+    single = resend(covers=1, want_last=True, stop_stage=None, first_position=2**32 - 6)
+    assert decode(single, b"")[0] == single

@@ -188,3 +188,112 @@ def test_slots_become_final_when_they_are_committed() -> None:
     assert chain(log, 0, 1, 3, 0).num_final == 0
     assert chain(log, 1, 4, 2, 3, advance=2).num_final == 2
     assert chain(log, 2, 6, 1, 5, advance=6).num_final == 6
+
+
+# entries that stand for several
+
+
+def replay(log: SessionLog, sequence: int, first: int, rows: int, covers: int) -> StepRows | Duplicate | StepFault:
+    answer = log.apply(
+        sequence, first_node=first, num_rows=rows, parent=first - 1, advance=first + rows - 1, covers=covers
+    )
+    log.check_integrity()
+    return answer
+
+
+def test_entry_that_covers_several_is_as_good_as_those() -> None:
+    one, many = SessionLog(40), SessionLog(40)
+    for sequence, (first, rows) in enumerate(((1, 5), (6, 1), (7, 2))):
+        chain(many, sequence, first, rows, first - 1, advance=first + rows - 1)
+    assert isinstance(replay(one, 0, 1, 8, 3), StepRows)
+    assert (one.next_sequence, one.num_committed, one.last_node) == (3, 8, 8)
+    assert (many.next_sequence, many.num_committed, many.last_node) == (3, 8, 8)
+    assert chain(one, 3, 9, 1, 8, advance=9) == chain(many, 3, 9, 1, 8, advance=9)
+
+
+def test_entry_that_covers_none_is_a_prefix_and_comes_first() -> None:
+    log = SessionLog(40)
+    assert isinstance(replay(log, 0, 1, 16, 0), StepRows)
+    assert replay(log, 0, 1, 16, 0) == Duplicate()
+    assert isinstance(replay(log, 0, 17, 4, 0), StepRows)
+    assert (log.next_sequence, log.num_committed) == (0, 20)
+    assert not log.declines_prefix(0, ())
+    assert isinstance(replay(log, 0, 21, 2, 2), StepRows)
+    assert replay(log, 2, 23, 1, 0) is StepFault.BAD_REPLAY
+    assert replay(log, 0, 23, 1, 0) == Duplicate()
+
+
+def test_reused_prefix_may_be_continued_by_rows_of_the_rest() -> None:
+    log = SessionLog(40, 16)
+    assert isinstance(replay(log, 0, 17, 4, 0), StepRows)
+    assert not log.declines_prefix(0, ())
+    assert isinstance(replay(log, 0, 21, 3, 3), StepRows)
+    assert (log.next_sequence, log.num_committed) == (3, 23)
+
+
+def test_nothing_is_skipped_by_what_an_entry_says_that_it_covers() -> None:
+    log = SessionLog(40)
+    chain(log, 0, 1, 4, 0, advance=4)
+    cases = {
+        "more entries than rows": {"covers": 3},
+        "more entries than there are numbers": {"covers": 2**32 - 1},
+        "a gap of positions": {"first_node": 6, "parent": 4, "advance": 7},
+        "on an earlier node": {"parent": 3},
+        "not committed": {"advance": 0},
+        "half committed": {"advance": 5},
+        "a tree": {"parents": (4, 5)},
+        "none, after an entry": {"covers": 0},
+    }
+    for what, changes in cases.items():
+        fields = {"first_node": 5, "num_rows": 2, "parent": 4, "advance": 6, "covers": 2} | changes
+        fault = log.apply(1, **fields)  # type: ignore[arg-type]
+        assert isinstance(fault, StepFault), what
+        assert (log.next_sequence, log.num_slots) == (1, 4), what
+    assert replay(log, 2, 5, 2, 2) is StepFault.GAP
+    assert replay(log, 0, 1, 4, 1) == Duplicate()
+    assert replay(log, 0, 1, 6, 2) is StepFault.BAD_REPLAY  # half of it was applied
+    assert isinstance(replay(log, 1, 5, 2, 2), StepRows)
+
+
+def test_log_with_a_tree_or_a_gap_is_not_plain_and_takes_single_entries_only() -> None:
+    tree, gap = SessionLog(40), SessionLog(40)
+    tree.apply(0, first_node=1, num_rows=2, parent=0, parents=(0, 0))
+    chain(gap, 0, 2, 1, 0, advance=2)
+    for log, parent in ((tree, 1), (gap, 2)):
+        assert not log.is_plain
+        first = parent + 2
+        answer = log.apply(1, first_node=first, num_rows=2, parent=parent, advance=first + 1, covers=2)
+        assert answer is StepFault.BAD_REPLAY
+    chain(tree, 1, 3, 1, 1, advance=3)
+    assert not tree.is_plain  # node 2 is dead: the nodes of the positions are 1 and 3
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_any_way_to_replay_a_plain_log_gives_the_same_log(data: st.DataObject) -> None:
+    prefix = data.draw(st.integers(0, 6))
+    sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=12))
+    original, again = SessionLog(200, prefix), SessionLog(200)
+    first = prefix + 1
+    for sequence, rows in enumerate(sizes):
+        chain(original, sequence, first, rows, first - 1, advance=first + rows - 1)
+        first += rows
+    position, sequence = 0, 0
+    while position < prefix:
+        rows = data.draw(st.integers(1, prefix - position))
+        assert isinstance(replay(again, 0, position + 1, rows, 0), StepRows)
+        position += rows
+    computed = list(range(prefix))
+    while sequence < len(sizes):
+        covers = data.draw(st.integers(1, len(sizes) - sequence))
+        rows = sum(sizes[sequence : sequence + covers])
+        step = replay(again, sequence, position + 1, rows, covers)
+        assert isinstance(step, StepRows)
+        assert step.is_chain
+        computed += step.positions
+        if data.draw(st.booleans()):
+            assert replay(again, sequence, position + 1, rows, covers) == Duplicate()
+        position, sequence = position + rows, sequence + covers
+    assert computed == list(range(position))
+    assert again.is_plain
+    assert (again.next_sequence, again.num_committed) == (original.next_sequence, original.num_committed)
