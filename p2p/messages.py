@@ -357,6 +357,21 @@ class SessionClosed(Message, frozen=True, array_like=True, tag="closed"):
     epoch: U32
 
 
+class Assign(Message, frozen=True, array_like=True, tag="assign"):
+    """Scheduler to a node: hold these layers from now on. Answered at once by Assigned with the same ``number``."""
+
+    number: U32
+    assignment: Annotated[bytes, msgspec.Meta(max_length=1024)]
+    """Signed by the scheduler, see p2p.records.Assignment."""
+
+
+class Assigned(Message, frozen=True, array_like=True, tag="assigned"):
+    """Node to a scheduler: it loads what it lacks and goes over to it; or ``problem``, why it does not."""
+
+    number: U32
+    problem: Reason = ""
+
+
 AnyMessage: TypeAlias = (
     StatusRequest
     | StatusReply
@@ -375,6 +390,8 @@ AnyMessage: TypeAlias = (
     | SessionFailed
     | CloseSession
     | SessionClosed
+    | Assign
+    | Assigned
 )
 
 _DECODE = msgspec.msgpack.Decoder(AnyMessage).decode
@@ -494,6 +511,8 @@ __all__ = [
     "UNKNOWN_SESSION",
     "ZSTD",
     "AnyMessage",
+    "Assign",
+    "Assigned",
     "BandwidthProbe",
     "BandwidthReport",
     "CloseSession",

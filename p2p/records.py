@@ -38,11 +38,14 @@ MAX_RECORD_TTL_S = 120.0
 MAX_PLAN_TTL_S = 24 * 3600.0
 MAX_LEASE_BYTES = 1024
 MAX_LEASE_TTL_S = 3600.0
+MAX_ASSIGNMENT_BYTES = 1024
+MAX_ASSIGNMENT_TTL_S = 600.0
 MAX_CLOCK_SKEW_S = 30.0
 
 _RECORD_DOMAIN = b"fusion-node/record/1:"
 _PLAN_DOMAIN = b"fusion-node/plan/1:"
 _LEASE_DOMAIN = b"fusion-node/lease/1:"
+_ASSIGNMENT_DOMAIN = b"fusion-node/assignment/1:"
 
 B = TypeVar("B", bound=msgspec.Struct)
 
@@ -98,6 +101,8 @@ class ShardRecord(msgspec.Struct, frozen=True, array_like=True):
     """What a decode step waits for the device before it is computed, lately."""
     is_ready: bool = True
     """False while the layers are being loaded: others need not load them too, and no session is opened yet."""
+    capacity_layers: LayerIndex = 0
+    """So many layers of the model fit on the node, which may go over to others; 0: its operator has chosen these."""
 
 
 class RoundTrip(msgspec.Struct, frozen=True, array_like=True):
@@ -175,6 +180,23 @@ class Lease(msgspec.Struct, frozen=True, array_like=True):
     expires_at: Time
 
 
+class Assignment(msgspec.Struct, frozen=True, array_like=True):
+    """What the scheduler of a swarm would have a node hold. A node obeys one that its operator has named, nobody else.
+
+    ``sequence`` rises with every one for the same node, so that none counts twice.
+    """
+
+    version: int
+    scheduler: PeerText
+    node: PeerText
+    sequence: Count
+    model_id: ModelText
+    start: LayerIndex
+    stop: LayerIndex
+    issued_at: Time
+    expires_at: Time
+
+
 def dialled_at(place: NodeRecord | PlanStage) -> tuple[str, ...]:
     """Where a node can be dialled for the data plane, best first: it is what LinkPool.connect takes.
 
@@ -227,6 +249,11 @@ def sign_lease(lease: Lease, identity: Identity) -> bytes:
     return _sign(lease, _LEASE_DOMAIN, identity)
 
 
+def sign_assignment(assignment: Assignment, identity: Identity) -> bytes:
+    """The assignment as a signed envelope, ready for the wire."""
+    return _sign(assignment, _ASSIGNMENT_DOMAIN, identity)
+
+
 def open_record(envelope: bytes, *, now: UnixS) -> NodeRecord | Refusal:
     """Checks size, form, signature and dates of a node record. The sequence is checked by RecordTable."""
     record = _open(envelope, NodeRecord, _RECORD_DOMAIN, MAX_RECORD_BYTES, lambda r: r.peer)
@@ -266,6 +293,16 @@ def open_lease(envelope: bytes, *, now: UnixS) -> Lease | Refusal:
     if not lease.start < lease.stop:
         return Refusal.MALFORMED
     return _check_dates(lease.issued_at, lease.expires_at, now, MAX_LEASE_TTL_S) or lease
+
+
+def open_assignment(envelope: bytes, *, now: UnixS) -> Assignment | Refusal:
+    """Checks size, form, signature and dates of an assignment."""
+    assignment = _open(envelope, Assignment, _ASSIGNMENT_DOMAIN, MAX_ASSIGNMENT_BYTES, lambda each: each.scheduler)
+    if isinstance(assignment, Refusal):
+        return assignment
+    if not assignment.start < assignment.stop:
+        return Refusal.MALFORMED
+    return _check_dates(assignment.issued_at, assignment.expires_at, now, MAX_ASSIGNMENT_TTL_S) or assignment
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,12 +28,14 @@ from p2p.records import (
     Refusal,
     RoundTrip,
     dialled_at,
+    open_assignment,
     open_plan,
     open_record,
+    sign_assignment,
     sign_plan,
     sign_record,
 )
-from tests.vectors.make_data_plane import INITIATOR, NOW, PLAN, RECORD, RESPONDER
+from tests.vectors.make_data_plane import ASSIGNMENT, INITIATOR, NOW, PLAN, RECORD, RESPONDER
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "data_plane.json").read_text())
 YEAR_S = 365 * 24 * 3600.0
@@ -51,10 +53,15 @@ def later(seconds: float) -> UnixS:
     return UnixS(NOW + seconds)
 
 
+def _assignment(**changes: Any) -> bytes:
+    return sign_assignment(msgspec.structs.replace(ASSIGNMENT, **changes), RESPONDER)
+
+
 def test_record_and_plan_match_the_vectors() -> None:
     for name, signed, opened, value in (
         ("record", sign_record(RECORD, INITIATOR), open_record, RECORD),
         ("plan", sign_plan(PLAN, RESPONDER), open_plan, PLAN),
+        ("assignment", sign_assignment(ASSIGNMENT, RESPONDER), open_assignment, ASSIGNMENT),
     ):
         vector = VECTORS[name]
         assert signed.hex() == vector["envelope"]
@@ -66,7 +73,7 @@ def test_record_with_fewer_or_more_fields_of_a_shard_is_read(change: str) -> Non
     body: list[Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(RECORD))
     (shard,) = body[NodeRecord.__struct_fields__.index("shards")]
     if change == "older":  # a program from before the quantisation was told
-        assert [shard.pop() for _ in range(3)] == [True, 0.0, ""]
+        assert [shard.pop() for _ in range(4)] == [0, True, 0.0, ""]
     else:
         shard.append("what a later version adds")
     encoded = msgspec.msgpack.encode(body)
@@ -186,6 +193,22 @@ def test_a_measured_field_of_the_wrong_shape_makes_a_record_malformed(changes: d
 )
 def test_plan_that_breaks_a_rule_is_refused(envelope: bytes, why: Refusal) -> None:
     assert open_plan(envelope, now=later(1)) is why
+
+
+@pytest.mark.parametrize(
+    ("envelope", "why"),
+    [
+        (sign_assignment(ASSIGNMENT, INITIATOR), Refusal.WRONG_KEY),
+        (sign_plan(PLAN, RESPONDER), Refusal.MALFORMED),
+        (_assignment(start=20), Refusal.MALFORMED),
+        (_assignment(expires_at=NOW + 601.0), Refusal.LIFETIME_TOO_LONG),
+        (_assignment(expires_at=NOW + 0.5), Refusal.EXPIRED),
+        (_assignment(version=1), Refusal.WRONG_VERSION),
+        (b"x" * 1025, Refusal.OVERSIZED),
+    ],
+)
+def test_assignment_that_breaks_a_rule_is_refused(envelope: bytes, why: Refusal) -> None:
+    assert open_assignment(envelope, now=later(1)) is why
 
 
 def test_a_record_cannot_be_shown_as_a_plan_nor_a_plan_as_a_record() -> None:

@@ -21,6 +21,8 @@ from p2p.identity import Identity
 from p2p.link_messages import Ack, AnyLinkMessage, Goodbye, Hello, Ping, Pong, encode_link_message
 from p2p.messages import (
     AnyMessage,
+    Assign,
+    Assigned,
     BandwidthProbe,
     BandwidthReport,
     CloseSession,
@@ -45,10 +47,12 @@ from p2p.messages import (
 from p2p.noise_core import MAX_SEGMENT_PLAIN_BYTES, Handshake, Sealer
 from p2p.records import (
     PROTOCOL_VERSION,
+    Assignment,
     NodeRecord,
     Plan,
     PlanStage,
     ShardRecord,
+    sign_assignment,
     sign_plan,
     sign_record,
 )
@@ -136,6 +140,20 @@ MESSAGES: tuple[tuple[AnyMessage, bytes], ...] = (
     (CloseSession(SESSION, 0), b""),
     (CloseSession(SESSION, 0, retain=True), b""),
     (SessionClosed(SESSION, 0), b""),
+    (Assign(7, b"assignment"), b""),
+    (Assigned(7), b""),
+    (Assigned(8, "this node takes no assignments"), b""),
+)
+ASSIGNMENT = Assignment(
+    version=PROTOCOL_VERSION,
+    scheduler=RESPONDER.peer_id,
+    node=INITIATOR.peer_id,
+    sequence=3,
+    model_id="ab" * 32,
+    start=10,
+    stop=20,
+    issued_at=NOW,
+    expires_at=NOW + 60.0,
 )
 
 
@@ -269,6 +287,11 @@ def vectors() -> dict[str, Any]:
         ],
         "record": {"opened_at": NOW + 1, "envelope": sign_record(RECORD, INITIATOR).hex(), "fields": _plain(RECORD)},
         "plan": {"opened_at": NOW + 1, "envelope": sign_plan(PLAN, RESPONDER).hex(), "fields": _plain(PLAN)},
+        "assignment": {
+            "opened_at": NOW + 1,
+            "envelope": sign_assignment(ASSIGNMENT, RESPONDER).hex(),
+            "fields": _plain(ASSIGNMENT),
+        },
     }
 
 
