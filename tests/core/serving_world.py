@@ -126,7 +126,7 @@ class Node:
         out = []
         for row, position in zip(step.rows.live_rows, step.rows.positions, strict=True):
             kv[position] = incoming[row]
-            history = [kv[p] for p in range(position + 1)]
+            history = [kv.get(p) for p in range(position + 1)]  # of a reused prefix nothing is known here
             out.append(digest(step.session.layers.start, step.session.layers.stop, history))
         rows = tuple(out) if step.out is None else tuple(out[index] for index in step.out)
         self.core.step_computed(step, rows, StageTiming(1, 2), now=MonotonicS(self.now))
