@@ -30,8 +30,8 @@ from scheduler.topology import Candidate, Leg, Legs, RouteStage, Speed
 MAX_CANDIDATES = 512
 """That are searched: the legs among twice as many take four times as long to add up."""
 
-BUDGET = 300_000_000
-"""Additions for a route, and as many for its alternates together: about a third of a second each, and seldom needed."""
+BUDGET = 200_000_000
+"""Additions for a route, and as many for its alternates together: about a fifth of a second each, and seldom needed."""
 
 _TIE_S = 1e-9
 """Per stage: of routes that cost the same, the one with fewer stages."""

@@ -254,21 +254,41 @@ class _Branching:
             return
         low, high = 0.0, first.seconds / max(self._limits.price(first.stretches), 1e-30)
         best_rate, best_bound = 0.0, first.bound
-        is_high_enough = False
+        dear, cheap = first, None
         for _ in range(MAX_RATES):
-            rate = (low + high) / 2 if is_high_enough else high
+            rate = high if cheap is None else (low + high) / 2
             found = self._try_rate(rate)
             if found is None or not self._may_try:
                 break
             if found.bound > best_bound and self._goal.is_sum:
                 best_rate, best_bound = rate, found.bound
             if self._limits.price(found.stretches) <= self._limits.max_price:
-                is_high_enough, high = True, rate
-            elif is_high_enough:
-                low = rate
+                cheap, high = found, rate
+            elif cheap is not None:
+                dear, low = found, rate
             else:
-                low, high = high, high * 8
+                dear, low, high = found, high, high * 8
+        if cheap is not None:
+            self._cross(dear, cheap)
+            self._cross(cheap, dear)
         self._set_rate(best_rate)
+
+    def _cross(self, one: Found, other: Found) -> None:
+        """Takes one route up to some layer and another one from there on.
+
+        At no rate does the search mix what is dear and good with what is cheap and bad, if a layer of each costs what
+        it costs wherever it is: one of the two is better for all.
+        """
+        for cut in np.flatnonzero(self._space.cuts[1:-1]) + 1:
+            before = [replace(s, stop=min(s.stop, int(cut))) for s in one.stretches if s.start < cut]
+            after = [replace(s, start=max(s.start, int(cut))) for s in other.stretches if s.stop > cut]
+            if before[-1].node == after[0].node:
+                after[0] = replace(after[0], start=before.pop().start)
+            stretches = (*before, *after)
+            if self._limits.breach(stretches) is None:
+                seconds, busy = measure(self._space, stretches)
+                if math.isfinite(seconds):
+                    self._consider(Found(stretches, seconds, busy, self._goal.value(seconds, busy), -math.inf))
 
     def _try_rate(self, rate: float) -> Found | None:
         """The best route by what the search knows at a rate. Keeps a route on which nobody is who excludes another."""

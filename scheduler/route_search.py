@@ -38,7 +38,7 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 MAX_PROBES, MIN_PROBES = 80, 3
 """Limits that ``best`` tries, however few the nodes and however little the budget."""
 
-LAYER_OVERHEAD = 40_000
+LAYER_OVERHEAD = 100_000
 """Additions that would take as long as a layer of a search does beside its additions."""
 
 NARROW = 0.05
