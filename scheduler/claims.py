@@ -14,7 +14,8 @@ its own; a tenth of a round and TOLERANCE_S per stage may be missing from them w
 States of a node: unmeasured, measured at one to three widths, half forgotten. No timers: age is reckoned when asked.
 
 Source: the split of what is unexplained among the stages of a round is one step of Kaczmarz's method: over rounds with
-different stages it converges on those that cause it. Ugly: stages that always serve together share their excess.
+different stages it converges on those that cause it. Whoever took part in many rounds without an excess is charged
+less. Ugly: stages that always serve together share their excess, and so do those of the first round of all.
 """
 
 from __future__ import annotations
@@ -51,13 +52,16 @@ TOLERANCE_S, TOLERANCE_SHARE = 0.002, 0.1
 RELIEF = 0.25
 """Of what a round took less than expected, which is taken off what its stages are charged."""
 
+MAX_TRUST = 15
+"""A stage that took part in so many rounds that were explained is charged a sixteenth of what a new one is."""
+
 SHORTFALL = 1.5
 """Times what it claims, from which on people are told."""
 
-MAX_DISCOUNT = 4.0
+MAX_DISCOUNT = 2.0
 """On the claim of a node that was not measured, however much those that were measured fell short."""
 
-MIN_MEASURED = 3
+MIN_MEASURED = 8
 """Nodes, before the claims of others are discounted by what these fell short."""
 
 MAX_PEERS = 4096
@@ -132,6 +136,8 @@ class _Measured:
     queue_at: float = -math.inf
     excess_s: list[float] = field(default_factory=lambda: [0.0] * len(SPEED_ROWS))
     """Per width, per layer: what rounds took beyond what everybody said."""
+    num_explained: int = 0
+    """Rounds of late that took no longer than was said: MAX_TRUST at most, halved by one that did."""
     shortfall: float = 1.0
     """Measured over claimed, when last asked for."""
 
@@ -236,13 +242,14 @@ class ClaimBook:
         """Seconds that are charged to each stage, by what was charged to it before and how many layers it has."""
         nodes = [self._node(each.peer) for each in stages]
         expected_s = sum(node.excess_s[width] * each.num_layers for node, each in zip(nodes, stages, strict=True))
-        norm = sum(each.num_layers**2 for each in stages) or 1
+        weights = [each.num_layers / (1 + node.num_explained) for node, each in zip(nodes, stages, strict=True)]
+        norm = sum(weight * each.num_layers for weight, each in zip(weights, stages, strict=True)) or 1.0
+        # Slowly down: a stage that says too much of itself would else clear the others at once.
+        error_s = (excess_s - expected_s) * (1.0 if excess_s > expected_s else RELIEF)
         shares = []
-        for node, each in zip(nodes, stages, strict=True):
-            # Slowly down: a stage that says too much of itself would else clear the others at once.
-            error_s = (excess_s - expected_s) * (1.0 if excess_s > expected_s else RELIEF)
-            moved = node.excess_s[width] + error_s * each.num_layers / norm
-            node.excess_s[width] = _bounded(max(moved, 0.0), 0.0, SLOWEST_S)
+        for node, each, weight in zip(nodes, stages, weights, strict=True):
+            node.excess_s[width] = _bounded(max(node.excess_s[width] + error_s * weight / norm, 0.0), 0.0, SLOWEST_S)
+            node.num_explained = min(node.num_explained + 1, MAX_TRUST) if excess_s <= 0 else node.num_explained // 2
             shares.append(node.excess_s[width] * each.num_layers)
         return shares
 

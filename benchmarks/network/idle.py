@@ -1,7 +1,8 @@
 """What a node costs while nobody asks it anything: CPU and bytes, in a swarm of twelve, and simulated in a large one.
 
 The twelve are processes with the control plane and the data plane of a node and nothing else (no torch): each enters
-by the first one's address, announces a record every ANNOUNCE_INTERVAL_S, and is left alone. CPU is what the kernel
+by the first one's address, announces a record every 20 s, measures its neighbours, and is left alone. Bandwidth is not
+measured meanwhile: a node does that every six hours, with up to 4.5 MiB, which is 0.2 kB/s. CPU is what the kernel
 counts per process. Bytes are those of the loopback interface, where each byte is sent once and received once; as root
 the swarm gets a network namespace of its own, so that nobody else's are counted.
 """
@@ -60,8 +61,8 @@ async def _measure(settle_s: float, duration_s: float) -> dict[str, Any]:
     try:
         first = await _start(None)
         nodes.append(first[0])
-        for _ in range(NUM_NODES - 1):
-            nodes.append((await _start(first[1]))[0])
+        for number in range(1, NUM_NODES):
+            nodes.append((await _start(first[1], number))[0])
         await asyncio.sleep(settle_s)
         processes = [psutil.Process(node.pid) for node in nodes]
         cpu_before, bytes_before = [_cpu_s(process) for process in processes], _bytes_sent()
@@ -93,19 +94,21 @@ def _bytes_sent() -> int:
     return int(psutil.net_io_counters(pernic=True)["lo"].bytes_sent)
 
 
-async def _start(peer: str | None) -> tuple[asyncio.subprocess.Process, str]:
+async def _start(peer: str | None, number: int = 0) -> tuple[asyncio.subprocess.Process, str]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "benchmarks.network.idle", "node", *([peer] if peer else []),
+        sys.executable, "-m", "benchmarks.network.idle", "node", str(number), *([peer] if peer else []),
         stdout=subprocess.PIPE, stdin=subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout is not None
     return process, (await process.stdout.readline()).decode().strip()
 
 
-async def _node(peer: str | None) -> None:
+async def _node(number: int, peer: str | None) -> None:
     import structlog
 
-    from fusion_node.types import ModelId
+    from fusion_node.daemon.surveyor import Surveyor
+    from fusion_node.types import LayerRange, ModelId
+    from p2p.bandwidth import BandwidthMeter
     from p2p.discovery import Discovery, DiscoveryConfig
     from p2p.identity import Identity
     from p2p.links import LinkPool
@@ -120,9 +123,21 @@ async def _node(peer: str | None) -> None:
     pool = LinkPool(WebSocketNetwork(us), us.peer_id, on_frame=lambda *_: None, on_closed=lambda *_: None)
     await discovery.start()
     data_address = await pool.listen("127.0.0.1:0")
+    layers = LayerRange(10 * (number % 3), 10 * (number % 3) + 10)
+    surveyor = Surveyor(
+        us.peer_id,
+        pool,
+        BandwidthMeter(pool),
+        discovery.table,
+        model_id=model_id,
+        own=lambda: layers,
+        is_idle=lambda: False,
+        is_needed=lambda peer: False,
+    )
+    surveying = asyncio.create_task(surveyor.run())
     print(discovery.addresses[0], flush=True)
     sequence = 0
-    while True:
+    while not surveying.done():
         sequence, now = sequence + 1, time.time()
         record = NodeRecord(
             version=PROTOCOL_VERSION,
@@ -134,9 +149,11 @@ async def _node(peer: str | None) -> None:
             libp2p_addresses=tuple(discovery.addresses),
             device="none",
             memory_free_bytes=0,
-            shards=(ShardRecord(model_id, "idle", 0, 10, 30, "fp32", (0.001, 0.001, 0.001), 4096),),
+            shards=(ShardRecord(model_id, "idle", layers.start, layers.stop, 30, "fp32", (0.001, 0.001, 0.001), 4096),),
             num_sessions=0,
             software="benchmark",
+            round_trips=surveyor.round_trips(),
+            coordinate=surveyor.coordinate(),
         )
         await discovery.announce(sign_record(record, us), [model_id])
         await asyncio.sleep(20.0)
@@ -144,6 +161,6 @@ async def _node(peer: str | None) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "node":
-        asyncio.run(_node(sys.argv[2] if len(sys.argv) > 2 else None))
+        asyncio.run(_node(int(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else None))
     else:
         print(json.dumps(asyncio.run(_measure(*map(float, sys.argv[2:4])))))

@@ -16,6 +16,7 @@ from scheduler.claims import (
     MAX_DISCOUNT,
     MAX_PEERS,
     MAX_QUEUE_S,
+    MIN_MEASURED,
     SLOWEST_S,
     TOLERANCE_S,
     Claim,
@@ -126,6 +127,20 @@ def test_over_rounds_with_different_stages_the_liar_among_them_is_found(seed: in
     assert max(speeds[1:]) < 0.004
 
 
+def test_a_newcomer_is_charged_rather_than_those_that_have_always_kept_their_word() -> None:
+    book = ClaimBook()
+    honest = [StageStep(ALICE, 10, 0.03, 0.0), StageStep(BOB, 10, 0.03, 0.0)]
+    for _ in range(20):
+        book.observe_round(honest, 1, round_s=0.06, legs_s=0.0, now=0.0)
+    for _ in range(5):  # one request with a stage that takes 500 ms, and says 0
+        told = [honest[0], StageStep(MALLORY, 10, 0.0, 0.0), honest[1]]
+        book.observe_round(told, 1, round_s=0.56, legs_s=0.0, now=0.0)
+
+    believed = [book.believed(Claim(peer, HONEST), now=0.0).speed.rows_1_s for peer in (ALICE, BOB, MALLORY)]
+    assert max(believed[:2]) < 0.006
+    assert believed[2] > 0.03
+
+
 def test_a_stage_that_says_too_much_of_itself_does_not_clear_the_other_at_once() -> None:
     book = ClaimBook()
     slow = StageStep(MALLORY, 10, 1e-6, 0.0)
@@ -190,11 +205,11 @@ def test_a_measured_queue_counts_for_a_minute_rather_than_the_announced_one() ->
 def test_where_others_fell_short_a_newcomer_is_believed_less_but_never_much_less() -> None:
     book = ClaimBook()
     newcomer = Claim(CAROL, HONEST)
-    for number in range(5):
+    for number in range(MIN_MEASURED):
         peer = PeerId(f"node-{number}")
-        observe(book, peer, 0.006)
+        observe(book, peer, 0.0045)
         book.believed(Claim(peer, HONEST), now=0.0)
-    assert book.believed(newcomer, now=0.0).speed.rows_1_s == pytest.approx(0.006)
+    assert book.believed(newcomer, now=0.0).speed.rows_1_s == pytest.approx(0.0045)
     for number in range(50):
         peer = PeerId(f"liar-{number}")
         observe(book, peer, 1.0)
