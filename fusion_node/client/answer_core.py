@@ -275,6 +275,7 @@ class AnswerCore:
         make_plan: see MakePlan.
         new_session: draws the id of a session.
         open_lease: checks signed leases; None: they are not looked at.
+        patience_s: how long a route is looked for before there being none is an error.
 
     Attributes:
         places: of the present route.
@@ -292,6 +293,7 @@ class AnswerCore:
         make_plan: MakePlan,
         new_session: Callable[[], bytes],
         open_lease: OpenLease | None = None,
+        patience_s: float = ROUTE_PATIENCE_S,
     ) -> None:
         self.places: tuple[Place, ...] = ()
         self._num_positions = num_prompt
@@ -300,6 +302,7 @@ class AnswerCore:
         self._make_plan = make_plan
         self._new_session = new_session
         self._open_lease = open_lease
+        self._patience_s = patience_s
         self._policy = RepairPolicy()
         self._session: SessionCore | None = None
         self._has_log = False
@@ -537,7 +540,7 @@ class AnswerCore:
 
     def _ask_whole(self, reason: str, now: MonotonicS) -> None:
         if self._patience_until is None:
-            self._patience_until = MonotonicS(now + ROUTE_PATIENCE_S)
+            self._patience_until = MonotonicS(now + self._patience_s)
         self._ask(RouteKind.WHOLE, (), reason, now)
 
     def _choose(self, chosen: _Next, now: MonotonicS) -> None:

@@ -114,8 +114,14 @@ class AnswerRoutes:
                 work.begin_stages()
                 log.debug("session open", session=event.session.hex()[:8], epoch=event.epoch)
             case StepDone():
+                num_rows = event.num_computed - answer.num_computed
                 answer.num_computed = event.num_computed
                 work.note(event.timings)
+                if event.has_row and event.round_trip_s is not None and num_rows == 1 and not event.num_under_way:
+                    # Of a prompt, chunks wait behind one another, and that is nobody's fault.
+                    timings = [(each.compute_us / 1e6, each.queue_us / 1e6) for each in event.timings]
+                    places, round_s = answer.planned.places, event.round_trip_s
+                    self._router.observe_round(places, timings, num_rows=num_rows, round_s=round_s)
             case Repaired():
                 log.info("answer repaired", kind=event.kind.value, cause=event.cause, stall_s=round(event.stall_s, 3))
                 stats.repairs += (
@@ -158,7 +164,7 @@ class AnswerRoutes:
             )
             if patched is None:
                 raise NoRoute(f"nobody else serves these layers: {wants.reason}")
-            return Found(self._places(patched))
+            return Found(self._places(patched), expected_step_s=patched.expected_step_s)
         found = None
         if self._prefixes is not None and not self._answer.session:
             found = self._prefixes.find(self._answer.ids, now=MonotonicS(time.monotonic()))
@@ -171,19 +177,22 @@ class AnswerRoutes:
                 num_prompt=self._answer.num_prompt,
                 avoid_peers=wants.avoid_peers,
                 avoid_pairs=wants.avoid_pairs,
+                wait=wants.wait,
             )
         prefix = None
         if found is not None and found[0].stages == planned.places:
             self._known, num_known = found
             prefix = Prefix(found[0].session, num_known)
-        return Found(self._places(planned), prefix)
+        return Found(self._places(planned), prefix, planned.expected_step_s)
 
     async def alternates(self, wants: WantsAlternates, present: tuple[Place, ...]) -> tuple[tuple[Place, ...], ...]:
         """See Routes."""
         if time.monotonic() - self._looked_at >= LOOK_EVERY_S:
             self._looked_at = time.monotonic()
             await self._router.refresh()
-        found = await self._router.alternates(self._planned(present), self._num_positions)
+        found = await self._router.alternates(
+            self._planned(present), self._num_positions, avoid_peers=wants.avoid_peers, avoid_pairs=wants.avoid_pairs
+        )
         return tuple(self._places(Planned(stages)) for stages in found)
 
     def _places(self, planned: Planned) -> tuple[Place, ...]:

@@ -136,13 +136,16 @@ class StepDone:
     Attributes:
         num_computed: so many positions are, from the first.
         has_row: the row of the last of them came back; it is the payload of the message that was received last.
+        round_trip_s: None when a stage was replaced meanwhile.
+        num_under_way: entries that were under way when it came, itself not counted.
     """
 
     sequence: int
     num_computed: int
     has_row: bool
-    round_trip_s: float
+    round_trip_s: float | None
     timings: tuple[StageTiming, ...]
+    num_under_way: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -565,11 +568,19 @@ class SessionCore:
             return
         self._num_results += 1
         sent_at, epoch = self._sent_at.pop(message.sequence, (now, -1))
-        if epoch == message.epoch:
-            self._times.note(entry.num_positions, now - sent_at)
+        round_trip_s = now - sent_at if epoch == message.epoch == self.plan.epoch else None
+        if round_trip_s is not None:
+            self._times.note(entry.num_positions, round_trip_s)
         self._orders.answered(message.sequence)
         self._renewed_at = self._last_result_at = now
-        done = StepDone(message.sequence, self.num_computed, entry.want_last, now - sent_at, message.timings)
+        done = StepDone(
+            message.sequence,
+            self.num_computed,
+            entry.want_last,
+            round_trip_s,
+            message.timings,
+            len(self._orders.in_flight),
+        )
         self._events.append(done)
         self._moved(now)
 
