@@ -102,7 +102,7 @@ class LinkProxies:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._call(self._close)
+        self._run(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -239,11 +239,15 @@ class LinkProxies:
             each.abort()
         return len(found)
 
-    def _close(self) -> None:
+    async def _close(self) -> None:
         for server in self._servers:
             server.close()
+        dials = [each.task for each in self._connections if each.task is not None]
         for connection in list(self._connections):
             connection.abort()
+        await asyncio.gather(*dials, return_exceptions=True)
+        for _ in range(3):  # transports close their sockets in a later turn of the loop
+            await asyncio.sleep(0)
 
     def _call(self, do: Callable[[], T]) -> T:
         async def run() -> T:
@@ -379,6 +383,7 @@ class _Connection:
         self._near.flow = _Flow(proxies, sender, dialled, self._near)
         self._far.flow = _Flow(proxies, dialled, sender, self._far)
         self._far.flow.sink = accepted.transport
+        self._is_aborted = False
         self.task: asyncio.Task[None] | None = None
 
     @property
@@ -392,7 +397,7 @@ class _Connection:
         except OSError:
             self.abort()
             return
-        if self._near.transport.is_closing():
+        if self._is_aborted or self._near.transport.is_closing():
             self.abort()
             return
         assert self._near.flow is not None
@@ -412,8 +417,7 @@ class _Connection:
 
     def abort(self) -> None:
         """RST to both."""
-        if self.task is not None and not self.task.done():
-            self.task.cancel()
+        self._is_aborted = True  # a dial that is under way comes back here: cancelled, it would leave its socket open
         for side in (self._near, self._far):
             transport = getattr(side, "transport", None)
             if transport is not None:
