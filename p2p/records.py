@@ -535,7 +535,7 @@ class RecordTable:
             self._introduced.remove(held.introducer, peer)
 
 
-def _sign(body: NodeRecord | Plan | Lease, domain: bytes, identity: Identity) -> bytes:
+def _sign(body: NodeRecord | Plan | Lease | Assignment, domain: bytes, identity: Identity) -> bytes:
     encoded = msgspec.msgpack.encode(body)
     return msgspec.msgpack.encode(SignedEnvelope(body=encoded, signature=identity.sign(domain, encoded)))
 

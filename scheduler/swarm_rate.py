@@ -84,7 +84,7 @@ class Host:
 
     Attributes:
         capacity_layers: that fit on it.
-        seconds_per_layer: believed, for a step of the work's width.
+        seconds_per_layer: believed, for a step of the work's width; NaN while nobody knows.
         held: what it holds, or what it is loading; None: nothing.
         load_Bps: that it gets weights at; None: unknown.
         is_ready: whether ``held`` can be used now; False while it is being loaded.
@@ -313,14 +313,14 @@ class _Grid:
 
 
 def believed_speeds(seconds_per_layer: Sequence[float]) -> Floats:
-    """Claims, none of them further than BELIEVED_RATIO from the median."""
+    """Claims, none of them further than BELIEVED_RATIO from the median; NaN, which claims nothing, is the median."""
     claims = np.asarray(seconds_per_layer, dtype=float)
     if not len(claims):
         return claims
     sane = [float(claim) for claim in claims if np.isfinite(claim) and claim > 0]
     median = statistics.median(sane) if sane else 1.0
     low, high = median / BELIEVED_RATIO, median * BELIEVED_RATIO
-    believed: Floats = np.clip(np.nan_to_num(claims, nan=high, posinf=high, neginf=low), low, high)
+    believed: Floats = np.clip(np.nan_to_num(claims, nan=median, posinf=high, neginf=low), low, high)
     return believed
 
 
