@@ -122,7 +122,10 @@ class Surveyor:
             if held.record.shards and held.record.peer != self._peer
         }
         self.core.saw(
-            [Seen(peer, self._may_hand_over(own, record), coordinate_of(record)) for peer, record in records.items()],
+            [
+                Seen(peer, self._may_hand_over(own, record), coordinate_of(record), _hosts(record))
+                for peer, record in records.items()
+            ],
             now=now,
         )
         return records
@@ -171,3 +174,12 @@ class Surveyor:
             if not self._is_needed(peer):
                 self._pool.drop(peer, "it was measured")
         self._made_for_it.clear()
+
+
+def _hosts(record: NodeRecord) -> frozenset[str]:
+    """Where the record says that its node can be dialled; for a circuit, the relay."""
+    multiaddrs = [address.split("/") for address in record.libp2p_addresses]
+    return frozenset(
+        [address.rpartition(":")[0] for address in record.data_addresses]
+        + [parts[2] for parts in multiaddrs if len(parts) > 2]
+    )

@@ -4,10 +4,10 @@ What it learns goes into the node's record: round trips, a network coordinate (s
 is. Users plan with that where they have not measured themselves.
 
 Guarantees: at most one peer is measured per timer, every EAGER_S until ENOUGH were and every CALM_S from then on; one
-that could not be reached is left alone for BACK_OFF_S, doubling. Of neighbours, the NUM_NEAR that seem nearest are
-measured again and again; every third measurement goes to anybody by chance, so that a swarm of any size costs the same
-and no claim of a coordinate can keep others from being measured. Bandwidth is measured with PROBE_PEERS peers one after
-the other, then once in PROBE_AGAIN_S.
+that could not be reached is left alone for BACK_OFF_S, doubling, and so is a host at which BAD_PLACE in a row were not.
+Of neighbours, the NUM_NEAR that seem nearest are measured again and again; every third measurement goes to anybody by
+chance, so that a swarm of any size costs the same and no claim of a coordinate can keep others from being measured.
+Bandwidth is measured with PROBE_PEERS peers one after the other, then once in PROBE_AGAIN_S.
 
 Assumes: the shell reports every measurement that it was told to make, as done or failed, before the next timer or soon
 after. ``now`` is monotonic seconds.
@@ -57,6 +57,10 @@ CHANCE_EVERY = 3
 
 BACK_OFF_S, MAX_BACK_OFF_S = 300.0, 7200.0
 
+BAD_PLACE = 3
+"""Failures in a row at one host, whoever was said to be there, after which it is left alone like an unreachable peer:
+many identities that name a third party's address must not make a swarm dial it."""
+
 PROBE_AFTER_S, PROBE_AGAIN_S = 60.0, 6 * 3600.0
 """Between the first probes of bandwidth, and between those after. One takes up to 4.5 MiB."""
 
@@ -82,6 +86,8 @@ class Seen:
     peer: PeerId
     is_neighbour: bool
     coordinate: Coordinate | None
+    places: frozenset[str] = frozenset()
+    """Hosts at which it says that it can be dialled."""
 
 
 def is_neighbour(ours: LayerRange, theirs: LayerRange) -> bool:
@@ -103,6 +109,14 @@ class _Known:
     not_before: float = float("-inf")
 
 
+@dataclass(slots=True)
+class _Place:
+    """A host at which nobody could be reached."""
+
+    num_failures: int = 0
+    not_before: float = float("-inf")
+
+
 class SurveyorCore:
     """See the head of this file.
 
@@ -115,6 +129,7 @@ class SurveyorCore:
         self._vivaldi = Vivaldi(rng)
         self._seen: dict[PeerId, Seen] = {}
         self._known: dict[PeerId, _Known] = {}
+        self._places: dict[str, _Place] = {}
         self._rates: deque[tuple[PeerId, float, float]] = deque(maxlen=PROBE_PEERS)
         self._num_measured = 0
         self._num_chosen = 0
@@ -182,6 +197,8 @@ class SurveyorCore:
         known.num_failures, known.not_before = 0, float("-inf")
         self._num_measured += 1
         seen = self._seen.get(peer)
+        for place in seen.places if seen is not None else ():
+            self._places.pop(place, None)
         if seen is not None and seen.coordinate is not None:
             self._vivaldi.observe(peer, seen.coordinate, round_trip_s)
 
@@ -190,6 +207,14 @@ class SurveyorCore:
         known = self._known.setdefault(peer, _Known())
         known.not_before = now + min(BACK_OFF_S * 2.0**known.num_failures, MAX_BACK_OFF_S)
         known.num_failures = min(known.num_failures + 1, 16)
+        for host in self._seen[peer].places if peer in self._seen else ():
+            place = self._places.pop(host, None) or _Place()
+            if len(self._places) >= MAX_PEERS:
+                del self._places[next(iter(self._places))]
+            self._places[host] = place
+            place.num_failures = min(place.num_failures + 1, 16)
+            if place.num_failures >= BAD_PLACE:
+                place.not_before = now + min(BACK_OFF_S * 2.0 ** (place.num_failures - BAD_PLACE), MAX_BACK_OFF_S)
 
     def to_probe(self, *, now: float, is_idle: bool) -> PeerId | None:
         """With whom to measure the bandwidth now; None when it is not time, or something more useful is going on.
@@ -227,7 +252,9 @@ class SurveyorCore:
 
     def _may_be_measured(self, peer: PeerId, now: float) -> bool:
         known = self._known.get(peer)
-        return known is None or now >= known.not_before
+        if known is not None and now < known.not_before:
+            return False
+        return all(host not in self._places or now >= self._places[host].not_before for host in self._seen[peer].places)
 
     def _due_neighbours(self, now: float) -> list[Seen]:
         """Of the neighbours that seem nearest, those that were not measured of late; who never was comes first."""

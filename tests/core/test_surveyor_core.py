@@ -13,6 +13,7 @@ import pytest
 from fusion_node.daemon.surveyor_core import (
     AGAIN_S,
     BACK_OFF_S,
+    BAD_PLACE,
     CALM_S,
     EAGER_S,
     FORGET_S,
@@ -113,6 +114,27 @@ def test_who_cannot_be_reached_is_left_alone_for_longer_and_longer() -> None:
     assert len(orders) == 5
     assert gaps[0] >= BACK_OFF_S
     assert all(later >= earlier for earlier, later in itertools.pairwise(gaps))
+
+
+def test_a_host_at_which_nobody_answers_is_left_alone_whoever_is_said_to_be_there() -> None:
+    core = SurveyorCore(random.Random(31), now=0.0)
+    victim, home = frozenset({"192.0.2.1"}), frozenset({"192.0.2.2"})
+    liars = [Seen(PeerId(f"liar{number}"), True, None, victim) for number in range(500)]
+    core.saw([*liars, *(Seen(PeerId(f"n{number}"), True, None, home) for number in range(5))], now=0.0)
+    orders = survey(core, until=3600.0, measure=lambda peer, now: None if peer.startswith("liar") else 0.01)
+
+    num_dials = sum(peer.startswith("liar") for _, peer in orders)
+    assert BAD_PLACE <= num_dials <= BAD_PLACE + 5
+    assert {peer for _, peer in orders if not peer.startswith("liar")} == {f"n{number}" for number in range(5)}
+
+
+def test_a_host_at_which_some_answer_is_not_given_up() -> None:
+    core = SurveyorCore(random.Random(32), now=0.0)
+    home = frozenset({"127.0.0.1"})
+    core.saw([Seen(PeerId(f"{name}{number}"), True, None, home) for name in "ab" for number in range(4)], now=0.0)
+    orders = survey(core, until=3600.0, measure=lambda peer, now: None if peer.startswith("a") else 0.01)
+
+    assert {peer for _, peer in orders} == {f"{name}{number}" for name in "ab" for number in range(4)}
 
 
 def test_round_trips_to_the_nearest_neighbours_are_announced_until_they_are_old() -> None:
