@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -53,6 +53,9 @@ MAX_BACK_OFF = 4
 MIN_PROBE_S = 0.5
 PROBE_ROUND_TRIPS = 4
 """A stage is silent when it has not answered within so many of its round trips."""
+
+MAX_BACKLOG_S = 30.0
+"""Of our own sending, which a question has to wait for. A prompt of 4,096 rows of 16 KiB takes as long on 18 Mbit/s."""
 
 STUCK_S = 10.0
 """As long as a connection between two nodes can be lost before both of them know (docs/protocol-data-plane.md)."""
@@ -446,9 +449,11 @@ class Watch:
 
     Args:
         round_trips_s: of the user to each stage; 0 where it is not known.
+        backlog_s: how long what was sent to a stage before takes to get there: a question comes after it.
     """
 
-    def __init__(self, round_trips_s: Sequence[float]) -> None:
+    def __init__(self, round_trips_s: Sequence[float], backlog_s: Callable[[int], float] = lambda stage: 0.0) -> None:
+        self._backlog_s = backlog_s
         self._round_trips = [_Estimate() for _ in round_trips_s]
         for estimate, seconds in zip(self._round_trips, round_trips_s, strict=True):
             if seconds > 0:
@@ -579,7 +584,8 @@ class Watch:
         self._asked[stage] = now
         round_trip = self._round_trips[stage]
         patience_s = max(MIN_PROBE_S, PROBE_ROUND_TRIPS * (round_trip.smoothed or 0.0), round_trip.bound or 0.0)
-        self._judged[stage] = MonotonicS(now + min(patience_s, MAX_TIMEOUT_S))
+        backlog_s = min(max(0.0, self._backlog_s(stage)), MAX_BACKLOG_S)
+        self._judged[stage] = MonotonicS(now + min(patience_s, MAX_TIMEOUT_S) + backlog_s)
         self._to_ask.append(stage)
 
     def _end_round(self, now: MonotonicS) -> None:

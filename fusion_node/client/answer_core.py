@@ -28,6 +28,7 @@ from typing import TypeAlias
 
 from fusion_node.client import session_core
 from fusion_node.client.session_core import (
+    BacklogS,
     CannotResume,
     Fault,
     OpenLease,
@@ -275,6 +276,7 @@ class AnswerCore:
         make_plan: see MakePlan.
         new_session: draws the id of a session.
         open_lease: checks signed leases; None: they are not looked at.
+        backlog_s: see BacklogS; a stage is not silent while our question waits behind our own rows.
         patience_s: how long a route is looked for before there being none is an error.
 
     Attributes:
@@ -293,6 +295,7 @@ class AnswerCore:
         make_plan: MakePlan,
         new_session: Callable[[], bytes],
         open_lease: OpenLease | None = None,
+        backlog_s: BacklogS = lambda peer: 0.0,
         patience_s: float = ROUTE_PATIENCE_S,
     ) -> None:
         self.places: tuple[Place, ...] = ()
@@ -302,6 +305,7 @@ class AnswerCore:
         self._make_plan = make_plan
         self._new_session = new_session
         self._open_lease = open_lease
+        self._backlog_s = backlog_s
         self._patience_s = patience_s
         self._policy = RepairPolicy()
         self._session: SessionCore | None = None
@@ -590,6 +594,7 @@ class AnswerCore:
             round_trips_s=[place.round_trip_s for place in chosen.places],
             times=StepTimes(chosen.expected_step_s),
             open_lease=self._open_lease,
+            backlog_s=self._backlog_s,
             known_positions=self._num_sent,
         )
         self._events.append(SessionBegan(key, chosen.places))

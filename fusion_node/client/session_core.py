@@ -186,6 +186,10 @@ OpenLease: TypeAlias = "Callable[[bytes], Lease | Refusal]"
 """Checks size, form, signature and dates of a lease."""
 
 
+BacklogS: TypeAlias = "Callable[[PeerId], float]"
+"""How long what was handed to the link of a peer takes until it is there, estimated, in seconds."""
+
+
 @dataclass(frozen=True, slots=True)
 class Prefix:
     """Positions of an earlier session over the same stages, with which a new one would like to begin."""
@@ -205,6 +209,7 @@ class SessionCore:
         round_trips_s: of the user to each stage, as far as it is known.
         times: how long steps take; of an earlier session perhaps.
         open_lease: None: leases are not looked at.
+        backlog_s: added to the time that a stage has to answer.
         known_positions: that were sent in an earlier session of the same answer.
 
     Attributes:
@@ -225,8 +230,10 @@ class SessionCore:
         round_trips_s: Sequence[float] | None = None,
         times: StepTimes | None = None,
         open_lease: OpenLease | None = None,
+        backlog_s: BacklogS = lambda peer: 0.0,
         known_positions: int = 0,
     ) -> None:
+        self._backlog_s = backlog_s
         self.state = SessionState.OPENING
         self.reused_positions = 0
         self.replayed_positions = 0
@@ -257,7 +264,7 @@ class SessionCore:
         self._has: list[StageHas | None] = [None] * len(self._peers)
         self._offers: set[int] = set()
         self._open_deadline: MonotonicS | None = None
-        self._watch = Watch(round_trips_s)
+        self._watch = Watch(round_trips_s, lambda stage: self._backlog_s(self._peers[stage]))
         self._orders = Orders([])
         self._asked: deque[RowsWanted] = deque()
         self._faults: dict[int, Cause] = {}

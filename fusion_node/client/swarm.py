@@ -43,7 +43,7 @@ from fusion_node.engine.numerics import numerics_class
 from fusion_node.engine.tensor_codec import RowsNotFinite, decode_rows, encode_rows
 from fusion_node.errors import ConfigError, ContextTooLong, NoPeers, PeerError
 from fusion_node.store import ModelStore, StoredModel
-from fusion_node.types import LayerRange, MonotonicS, UnixS
+from fusion_node.types import LayerRange, MonotonicS, PeerId, UnixS
 from fusion_node.wire import WireError
 from p2p.bans import FILE_NAME as BAN_FILE_NAME
 from p2p.identity import Identity
@@ -348,6 +348,11 @@ class SwarmClient:
             raise ConfigError("the prompt is empty: write at least one character")
         return min(max_tokens, self.max_context - prompt_tokens)
 
+    def _backlog_s(self, peer: PeerId) -> float:
+        """How long what waits for a peer takes to get there; 0 where nothing ever waited."""
+        rate_Bps = self.connection.links.delivery_rate_Bps(peer)
+        return self.connection.links.backlog_bytes(peer) / rate_Bps if rate_Bps else 0.0
+
     async def _tokens(self, work: Work, num_positions: int) -> AsyncGenerator[int, None]:
         """The tokens of an answer, however its nodes fare, until it has so many positions."""
         boundary, _ = await self._loaded()
@@ -360,6 +365,7 @@ class SwarmClient:
             make_plan=partial(self._make_plan, num_positions),
             new_session=partial(secrets.token_bytes, SESSION_BYTES),
             open_lease=lambda envelope: open_lease(envelope, now=UnixS(time.time())),
+            backlog_s=self._backlog_s,
         )
 
         async def embed(start: int, stop: int) -> EncodedRows:

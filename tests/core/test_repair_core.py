@@ -297,6 +297,20 @@ def test_far_stage_has_more_time() -> None:
     assert due >= at(0.5 + 1.6)
 
 
+def test_stage_is_not_silent_while_our_question_waits_behind_our_own_rows() -> None:
+    """As on a home line: a prompt of 600 rows of 16 KiB takes 8 s to send, and what follows on that link comes after.
+
+    The simulator found three healthy stages replaced in a row for it.
+    """
+    watch = Watch([0.05, 0.05], lambda stage: 8.0 if stage == 0 else 0.0)
+    watch.expect(0.5, now=T0)
+    watch.handle_timer(now=at(0.5))
+    assert sorted(watch.to_ask()) == [0, 1]
+    watch.progressed(1, 0, 0, 0.0, now=at(0.6))
+    assert watch.get_timer() == at(0.5 + 8.0 + MIN_PROBE_S)
+    assert judged(watch, at(0.5 + 8.0 + MIN_PROBE_S)) == [Verdict(0, Cause.SILENT)]
+
+
 def test_own_absence_is_held_against_nobody() -> None:
     watch = Watch([0.01])
     watch.expect(0.5, now=T0)
