@@ -104,7 +104,7 @@ DEVICES = (
     # 3.5 GHz with two AVX2 units.
     DeviceProfile("NVIDIA L4", 23 * GIB, 300e9, 121e12, 60e-6, 0.05),
     DeviceProfile("NVIDIA GeForce RTX 3060", 11 * GIB, 360e9, 25.6e12, 60e-6, 0.35),
-    DeviceProfile("NVIDIA GeForce RTX 4090", 23 * GIB, 1008e9, 165e12, 50e-6, 0.25),
-    DeviceProfile("Apple M2 Max", 24 * GIB, 400e9, 13.6e12, 80e-6, 0.20),
-    DeviceProfile("CPU, 8 cores", 12 * GIB, 51.2e9, 0.9e12, 20e-6, 0.15),
+    DeviceProfile("NVIDIA GeForce RTX 4090", 23 * GIB, 1008e9, 165e12, 50e-6, 0.30),
+    DeviceProfile("Apple M2 Max", 24 * GIB, 400e9, 13.6e12, 80e-6, 0.25),
+    DeviceProfile("CPU, 8 cores", 12 * GIB, 51.2e9, 0.9e12, 20e-6, 0.05),
 )

@@ -143,14 +143,21 @@ class Links:
             return True
         now = self._heap.now
         delay_s = self._network.delay(sender.place, receiver.place, link.path, size, now) + FRAME_S
-        if times > 1:
-            delay_s *= times
         if receiver is link.one:
             arrives = link.last_one = max(now + delay_s, link.last_one)
         else:
             arrives = link.last_two = max(now + delay_s, link.last_two)
-        self._heap.at(arrives, self._deliver, link, receiver, message, payload)
+        # The rounds that it stands for hold up nothing else on this link: they are not under way all the time.
+        self._heap.at(arrives + (times - 1) * delay_s, self._deliver, link, receiver, message, payload)
         return True
+
+    def backlog_s(self, sender: Host, peer: PeerId) -> float:
+        """How long what was sent to a peer before still takes to get there, beyond the way."""
+        link = sender.links.get(peer)
+        if link is None:
+            return 0.0
+        last = link.last_two if sender is link.one else link.last_one
+        return max(0.0, last - self._heap.now - link.path.one_way_s)
 
     def reset(self, link: Link) -> None:
         """Both ends learn that the connection was reset."""

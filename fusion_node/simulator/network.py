@@ -18,9 +18,13 @@ from __future__ import annotations
 
 import enum
 import random
-import struct
-import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Floats = npt.NDArray[np.float64]
 
 REGIONS = ("us-east", "us-west", "eu-west", "ap-east", "ap-south", "sa-east")
 REGION_SHARES = (0.24, 0.16, 0.30, 0.16, 0.07, 0.07)
@@ -52,6 +56,9 @@ UNREACHABLE_SHARE = 0.02
 
 RELAY_RATE_BPS = 1.25e6
 """What a relay gives one pair: 10 Mbit/s."""
+
+RELAY_DETOUR, RELAY_S = 1.3, 0.01
+"""A relay near one end: a third of the way more, and one more last mile there and back."""
 
 SETUP_ROUND_TRIPS = 4
 """Of a new connection: TCP, WebSocket, and the two of the Noise handshake."""
@@ -135,8 +142,8 @@ class Path:
     limit_Bps: float | None = None
 
 
-_PACK = struct.Struct("<QQQQ").pack
 _MASK = (1 << 64) - 1
+_SALT = 0x9E3779B97F4A7C15 >> 8
 
 
 class Network:
@@ -147,14 +154,40 @@ class Network:
     """
 
     def __init__(self, seed: int, chance: random.Random) -> None:
-        self._seed = seed & _MASK
+        self._seed = (seed & 0xFFFFFFFF) << 24
         self._chance = chance
         self._num_places = 0
 
     def unit(self, salt: int, one: Place, two: Place) -> float:
         """A number in [0, 1) that belongs to a pair, the same in both directions; another one for each salt."""
         low, high = (one.index, two.index) if one.index < two.index else (two.index, one.index)
-        return zlib.crc32(_PACK(self._seed, salt, low * 0x9E3779B1 & _MASK, high * 0x85EBCA77 & _MASK)) / 2**32
+        value = (self._seed + salt * _SALT) ^ (high << 32 | low)
+        # SplitMix64's finaliser (Steele, Lea, Flood, 2014); units_between does the same for many pairs.
+        value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
+        return (value >> 32) / 2**32
+
+    def units_between(self, salt: int, ones: Sequence[Place], twos: Sequence[Place]) -> Floats:
+        """``unit`` of every pair, [ones, twos]."""
+        one = np.array([place.index for place in ones], dtype=np.uint64)[:, None]
+        two = np.array([place.index for place in twos], dtype=np.uint64)[None, :]
+        pairs = np.maximum(one, two) << np.uint64(32) | np.minimum(one, two)
+        value = pairs ^ np.uint64(self._seed + salt * _SALT)
+        value = (value ^ value >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+        value = (value ^ value >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+        return (value >> np.uint64(32)).astype(np.float64) / 2**32
+
+    def paths_between(self, ones: Sequence[Place], twos: Sequence[Place]) -> tuple[Floats, Floats]:
+        """``path`` of every pair: seconds one way, and the limit in B/s with infinity for None; both [ones, twos]."""
+        trips = np.array(_ROUND_TRIP_MS, dtype=np.float64) / 2000
+        base_s = trips[np.ix_([place.region for place in ones], [place.region for place in twos])]
+        miles_s = np.add.outer([p.line.last_mile_s for p in ones], [p.line.last_mile_s for p in twos])
+        one_way_s = base_s * (1 + SPREAD * (2 * self.units_between(1, ones, twos) - 1)) + miles_s
+        is_open = np.logical_or.outer([p.nat is Nat.OPEN for p in ones], [p.nat is Nat.OPEN for p in twos])
+        cones = np.logical_and.outer([p.nat is Nat.CONE for p in ones], [p.nat is Nat.CONE for p in twos])
+        is_relayed = ~is_open & ~(cones & (self.units_between(2, ones, twos) < HOLE_SHARE))
+        one_way_s = np.where(is_relayed, RELAY_DETOUR * one_way_s + RELAY_S, one_way_s)
+        return one_way_s, np.where(is_relayed, RELAY_RATE_BPS, np.inf)
 
     def place(self, chance: random.Random, *, is_home: bool = False) -> Place:
         """A new host somewhere.
@@ -186,8 +219,7 @@ class Network:
             return Path(Way.PUNCHED, one_way_s, loss)
         if self.unit(3, one, two) < UNREACHABLE_SHARE:
             return Path(Way.NONE, one_way_s, loss)
-        # A relay near one end: a detour of a third of the way, and at least over one more last mile.
-        return Path(Way.RELAYED, 1.3 * one_way_s + 0.01, loss, RELAY_RATE_BPS)
+        return Path(Way.RELAYED, RELAY_DETOUR * one_way_s + RELAY_S, loss, RELAY_RATE_BPS)
 
     def can_talk(self, one: Place, two: Place) -> bool:
         """Whether a message would arrive now."""

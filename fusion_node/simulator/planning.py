@@ -11,6 +11,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from fusion_node.simulator.network import Floats
 from fusion_node.types import PeerId
 from scheduler.claims import clamp_speed
 from scheduler.cost_model import Workload
@@ -72,6 +75,16 @@ class UserLegs:
         # Uniform within twice the median.
         return Leg(path.one_way_s * (1 + COORDINATE_ERROR * (4 * error - 2)), LegSource.PREDICTED, rate_Bps)
 
+    def bulk_legs(self, senders: Sequence[PeerId], receivers: Sequence[PeerId]) -> tuple[Floats, Floats]:
+        """``leg`` of every pair of nodes (scheduler.leg_table.BulkLegs)."""
+        network = self._world.network
+        ones = [self._world.host(peer).place for peer in senders]
+        twos = [self._world.host(peer).place for peer in receivers]
+        one_way_s, limit_Bps = network.paths_between(ones, twos)
+        errors = network.units_between(4, ones, twos)
+        rate_Bps = np.minimum.outer([p.line.up_Bps for p in ones], [p.line.down_Bps for p in twos])
+        return one_way_s * (1 + COORDINATE_ERROR * (4 * errors - 2)), np.minimum(rate_Bps, limit_Bps)
+
 
 def believed(node: Node) -> Candidate:
     """What a record of it says, within what is possible."""
@@ -100,6 +113,7 @@ def plan(
         legs,
         num_layers=world.model.num_layers,
         workload=work,
+        first_layers=world.first_layers,
         pinned=pinned,
         avoid=Avoid(pairs=frozenset(avoid_pairs)),
         is_explained=False,
@@ -122,6 +136,7 @@ def alternates(
         legs,
         num_layers=world.model.num_layers,
         workload=work,
+        first_layers=world.first_layers,
         pinned=route,
         avoid=Avoid(pairs=frozenset(avoid_pairs)),
     )

@@ -39,9 +39,11 @@ class Settings:
         think_s: on average between an answer and the next question of a user.
         prompt_tokens, answer_tokens: on average; the former log-normal, the latter geometric, as chats have them.
         tokens_per_event: that one step of the simulation stands for, see docs/simulator.md.
+        turns: questions of a conversation, on average: while its route holds, the next one goes over it, as it does in
+            the client for the sake of what the nodes have cached.
+        stage_layers: a stage begins at multiples of this; above 1 plans are found faster.
         candidates: nodes that a user measures before it plans, at most.
         alternates: whether users keep warm alternates.
-        deadline_s: of a request, of each answered token beyond what planning expects; for the property only.
     """
 
     nodes: int = 300
@@ -64,6 +66,8 @@ class Settings:
     membership: Membership = "auto"
     tokens_per_event: int = 1
     candidates: int = 64
+    stage_layers: int = 1
+    turns: float = 4.0
     alternates: bool = True
 
     @property
@@ -101,13 +105,15 @@ class Settings:
         for name in ("hangs_per_hour", "resets_per_hour", "think_s"):
             if not 0.0 <= getattr(self, name) <= 1e6:
                 raise ConfigError(f"{name.replace('_', ' ')} {getattr(self, name)} is below 0 or far too large")
-        for name in ("prompt_tokens", "answer_tokens"):
+        for name in ("prompt_tokens", "answer_tokens", "turns"):
             if not 1.0 <= getattr(self, name) <= 1e5:
                 raise ConfigError(f"{name.replace('_', ' ')} {getattr(self, name)}: choose between 1 and 100000")
         if self.membership not in ("auto", "real", "modelled"):
             raise ConfigError(f"unknown membership {self.membership!r}: auto, real or modelled")
         if not 1 <= self.tokens_per_event <= 64:
             raise ConfigError(f"{self.tokens_per_event} tokens per event: choose between 1 and 64")
+        if not 1 <= self.stage_layers <= self.shape.num_layers:
+            raise ConfigError(f"stages that begin every {self.stage_layers} layers: choose between 1 and all of them")
         if not 1 <= self.candidates <= 4096:
             raise ConfigError(f"{self.candidates} candidates: choose between 1 and 4096")
         for each in self.partitions:

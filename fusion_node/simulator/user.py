@@ -89,6 +89,8 @@ class User(Host):
         self._known: list[Known] = []
         self._known_until = -1.0
         self._avoid: dict[PeerId, float] = {}
+        self._last_route: tuple[Place, ...] = ()
+        self._last_step_s: float | None = None
         self.request: Request | None = None
 
     # questions
@@ -109,6 +111,7 @@ class User(Host):
             make_plan=lambda session, epoch, stages: self._plan(session, epoch, stages, num_prompt + num_wanted),
             new_session=lambda: chance.randbytes(16),
             open_lease=lambda envelope: open_lease(envelope, now=UnixS(world.unix_s)),
+            backlog_s=lambda peer: world.links.backlog_s(self, peer),
         )
         expected = Undisturbed(world.weights, prompt, seed=seed)
         request = Request(core, world.heap.now, prompt, num_wanted, seed, expected)
@@ -290,6 +293,7 @@ class User(Host):
         if request.first_s is None:
             request.first_s = request.last_s
         if len(request.tokens) >= request.num_wanted:
+            self._last_route = core.places
             core.close(retain=False, now=self._now())
             self._end(request, "")
         else:
@@ -311,9 +315,21 @@ class User(Host):
             present: the route that a PATCH is part of.
         """
         delay_s = PLANNING_S
+        if wanted.kind is RouteKind.WHOLE and self._goes_on():
+            places, self._last_route = self._last_route, ()
+            request.core.routed(wanted.number, places, now=self._now(), expected_step_s=self._last_step_s)
+            return
         if wanted.kind is RouteKind.WHOLE and self._world.heap.now >= self._known_until:
             delay_s += self._measure()
         self._world.heap.after(delay_s, self._route, request, wanted, present, True)
+
+    def _goes_on(self) -> bool:
+        """Whether this question belongs to the conversation of the last one, whose route still holds."""
+        now = self._world.heap.now
+        if not self._last_route or self._chance.random() < 1 / self._world.settings.turns:
+            return False
+        peers = [place.peer for place in self._last_route]
+        return all(peer in self.links and self._avoid.get(peer, 0.0) <= now for peer in peers)
 
     def _measure(self) -> float:
         """Looks around; seconds that it takes."""
@@ -328,8 +344,8 @@ class User(Host):
         is_whole = wanted.kind is RouteKind.WHOLE
         found = self._whole(request, wanted) if is_whole else self._patch(request, wanted, present)
         if found is not None:
-            places, step_s = found
-            request.core.routed(wanted.number, places, now=self._now(), expected_step_s=step_s)
+            places, self._last_step_s = found
+            request.core.routed(wanted.number, places, now=self._now(), expected_step_s=self._last_step_s)
         elif may_look and not is_whole:
             self._world.heap.after(PLANNING_S + self._measure(), self._route, request, wanted, present, False)
             return
