@@ -262,8 +262,10 @@ class SurveyorCore:
             (each for each in self._seen.values() if each.is_neighbour and self._may_be_measured(each.peer, now)),
             key=self._distance,
         )[:NUM_NEAR]
-        at = {each.peer: self._known[each.peer].at if each.peer in self._known else float("-inf") for each in near}
-        return sorted((each for each in near if now - at[each.peer] >= AGAIN_S), key=lambda each: at[each.peer])
+        known = {each.peer: self._known.get(each.peer, _Known()) for each in near}
+        due = [each for each in near if now - known[each.peer].at >= AGAIN_S]
+        # Who could not be reached comes last: at one host, a dead node would else stand before the living for ever.
+        return sorted(due, key=lambda each: (known[each.peer].num_failures, known[each.peer].at))
 
     def _distance(self, seen: Seen) -> float:
         known = self._known.get(seen.peer)
