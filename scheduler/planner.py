@@ -12,9 +12,10 @@ not in it is told why. The same input gives the same answer, in whatever order t
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -65,18 +66,18 @@ def plan_route(
         max_candidates: that are searched.
     """
     ask = _Ask(legs, num_layers, workload, objective, rules, first_layers, tuple(pinned), avoid, max_candidates)
-    field = _field(ask, candidates)
-    gap = _gap(ask, field)
+    sorted_out = _field(ask, candidates)
+    gap = _gap(ask, sorted_out)
     if gap is not None:
         return gap if is_explained else replace(gap, rejections=())
-    board = _Board(ask, field)
+    board = _Board(ask, sorted_out)
     outcome = board.search()
     if outcome.found is None:
         # Every layer is held by somebody, and yet no way leads through all of them that keeps the rules.
         return Uncovered(
             (LayerRange(0, num_layers),),
             rejections=board.rejections((), None) if is_explained else (),
-            is_proven=outcome.is_proven and not field.unsearched,
+            is_proven=outcome.is_proven and not sorted_out.unsearched,
         )
     stretches = outcome.found.stretches
     route = board.stages(stretches)
@@ -89,9 +90,9 @@ def plan_route(
         alternates=alternates,
         reasons=board.reasons(stretches, alternates) if is_explained else (),
         rejections=board.rejections(stretches, outcome.found.value) if is_explained else (),
-        is_optimal=outcome.is_proven and not field.unsearched,
+        is_optimal=outcome.is_proven and not sorted_out.unsearched,
         gap_s=0.0 if outcome.is_proven else max(outcome.found.value - outcome.bound, 0.0) * board.scale,
-        num_unsearched=len(field.unsearched),
+        num_unsearched=len(sorted_out.unsearched),
     )
 
 
@@ -161,6 +162,14 @@ class _Ask:
     pinned: tuple[RouteStage, ...]
     avoid: Avoid
     max_candidates: int
+    _ways: dict[PeerId, tuple[Leg, Leg]] = field(default_factory=dict)
+
+    def ways(self, peer: PeerId) -> tuple[Leg, Leg]:
+        """From the user to a peer, and back."""
+        found = self._ways.get(peer)
+        if found is None:
+            found = self._ways[peer] = (self.legs.leg(None, peer), self.legs.leg(peer, None))
+        return found
 
     @property
     def cuts(self) -> list[int]:
@@ -221,7 +230,7 @@ def _field(ask: _Ask, candidates: Iterable[Candidate]) -> _Field:
             reject(candidate, Reason.NOT_NEEDED, "the stages that stay serve all that it holds")
         elif candidate.peer in ask.avoid.peers:
             reject(candidate, Reason.AVOIDED, "failed or refused lately")
-        elif math.isinf(ask.legs.leg(None, candidate.peer).one_way_s + ask.legs.leg(candidate.peer, None).one_way_s):
+        elif math.isinf(sum(leg.one_way_s for leg in ask.ways(candidate.peer))):
             reject(candidate, Reason.UNREACHABLE, "cannot be reached")
         elif (rule := ask.rules.rejects(candidate)) is not None:
             reject(candidate, Reason.RULE, rule)
@@ -244,9 +253,9 @@ def _field(ask: _Ask, candidates: Iterable[Candidate]) -> _Field:
     return _Field(tuple(usable), tuple(without_room), tuple(against_rules), tuple(rejections), tuple(unsearched))
 
 
-def _gap(ask: _Ask, field: _Field) -> Uncovered | None:
+def _gap(ask: _Ask, found: _Field) -> Uncovered | None:
     """The layers that no usable candidate holds, and why."""
-    missing = uncovered_layers([c.layers for c in field.usable], ask.num_layers)
+    missing = uncovered_layers([c.layers for c in found.usable], ask.num_layers)
     if not missing:
         return None
 
@@ -255,14 +264,14 @@ def _gap(ask: _Ask, field: _Field) -> Uncovered | None:
         held -= {layer for r in but for layer in range(r.start, r.stop)}
         return tuple(as_ranges([layer for r in missing for layer in range(r.start, r.stop) if layer in held]))
 
-    without_room = among(field.without_room)
+    without_room = among(found.without_room)
     needed = [
         Rejection(c.peer, c.layers, Reason.NO_WAY, "other layers are held by nobody that may serve them")
-        for c in field.usable
+        for c in found.usable
         if c.peer not in {stage.peer for stage in ask.pinned}
     ]
-    rejections = tuple(sorted([*field.rejections, *needed], key=lambda r: (r.peer, r.layers)))
-    return Uncovered(tuple(missing), without_room, among(field.against_rules, without_room), rejections)
+    rejections = tuple(sorted([*found.rejections, *needed], key=lambda r: (r.peer, r.layers)))
+    return Uncovered(tuple(missing), without_room, among(found.against_rules, without_room), rejections)
 
 
 def _merge(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -292,15 +301,19 @@ def _cut(candidate: Candidate, cuts: Sequence[int], num_layers: int) -> Candidat
     """The candidate with what it holds from the first of the cuts to the last; None when that is nothing."""
     if candidate.layers.stop > num_layers:
         return None
-    held = [cut for cut in cuts if candidate.layers.start <= cut <= candidate.layers.stop]
-    return replace(candidate, layers=LayerRange(held[0], held[-1])) if len(held) > 1 else None
+    first = bisect.bisect_left(cuts, candidate.layers.start)
+    last = bisect.bisect_right(cuts, candidate.layers.stop) - 1
+    if first >= last:
+        return None
+    layers = LayerRange(cuts[first], cuts[last])
+    return candidate if layers == candidate.layers else replace(candidate, layers=layers)
 
 
 def _most_promising(ask: _Ask, usable: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
     """Those that are among the nearest, the fastest, the best of both, and where the user has a limit on the price the
     cheapest, of all holders of some layer."""
-    legs, workload = ask.legs, ask.workload
-    way_s = np.array([legs.leg(None, c.peer).one_way_s + legs.leg(c.peer, None).one_way_s for c in usable])
+    workload = ask.workload
+    way_s = np.array([sum(leg.one_way_s for leg in ask.ways(c.peer)) for c in usable])
     fixed_s = np.array([max(c.queue_s, 0.0) for c in usable])
     layer_s = np.array([seconds_per_layer(c, workload.step_rows) for c in usable])
     held = np.array([len(c.layers) for c in usable])
@@ -331,9 +344,9 @@ def _holds(candidates: Sequence[Candidate], num_layers: int) -> Bools:
 class _Board:
     """The usable candidates as a search space, and what is to be said of them."""
 
-    def __init__(self, ask: _Ask, field: _Field) -> None:
-        self.nodes = field.usable
-        self._ask, self._field = ask, field
+    def __init__(self, ask: _Ask, found: _Field) -> None:
+        self.nodes = found.usable
+        self._ask, self._field = ask, found
         self._goal, self.scale = _goal(ask)
         self._space = _space(ask, self.nodes)
         self._limits = _limits(ask.rules, self.nodes)
@@ -477,8 +490,8 @@ def _space(ask: _Ask, nodes: Sequence[Candidate]) -> Space:
     is_prefill = ask.objective is Objective.FIRST_TOKEN and workload.num_chunks > 0
     sent_bytes = workload.chunk_rows * workload.row_bytes if is_prefill else workload.step_payload_bytes
     returned_bytes = workload.row_bytes if is_prefill else workload.returned_payload_bytes
-    enter = [ask.legs.leg(None, c.peer) for c in nodes]
-    leave = [ask.legs.leg(c.peer, None) for c in nodes]
+    enter = [ask.ways(c.peer)[0] for c in nodes]
+    leave = [ask.ways(c.peer)[1] for c in nodes]
     one_way_s, rate_Bps = _handing(ask, nodes)
     hand_payload_s = sent_bytes / np.maximum(rate_Bps, 1.0)
     queue_s = np.array([max(c.queue_s, 0.0) for c in nodes])

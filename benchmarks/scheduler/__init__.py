@@ -1,0 +1,1 @@
+"""Planning, placement and repair: how fast, how good, and against whom."""
