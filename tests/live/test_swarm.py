@@ -17,7 +17,7 @@ import torch
 from fusion_node.client.sampling import SamplingParams
 from fusion_node.client.swarm import Generation, SwarmClient
 from fusion_node.engine.reference import ReferenceModel
-from fusion_node.errors import ConfigError, NoRoute, PeerError
+from fusion_node.errors import ConfigError, PeerError
 from fusion_node.store import StoredModel
 from tests.live.swarm_process import MODEL, Nodes
 
@@ -276,22 +276,33 @@ async def test_killed_node_is_named_at_once_and_a_replacement_serves_the_next_an
     assert await tokens_of(user.generate(PROMPTS["english"], short, raw=True)) == before
 
 
-async def test_node_told_to_stop_ends_well_and_is_forgotten_at_once(
+async def test_node_told_to_stop_hands_its_session_over_and_is_forgotten_at_once(
     user: SwarmClient, three_nodes: Nodes, test_home: Path
 ) -> None:
-    leaver = three_nodes.current[1]
-    told_at = time.monotonic()
-    error, _ = await failure_of(user, lambda: leaver.signal(signal.SIGTERM), within_s=LEFT_S)
-    assert leaver.peer[-8:] in str(error)
-    assert error.retryable
-    assert leaver.wait(LEFT_S) == 0
-    assert time.monotonic() - told_at < LEFT_S + 5.0
-    assert leaver.events("left")
-    assert "Traceback" not in leaver.log
-    first = three_nodes.current[0].addresses
-    async with SwarmClient(MODEL, peers=first, home=test_home, mdns=False, threads=1) as newcomer:
-        with pytest.raises(NoRoute, match="layers 10:20 of"):
-            await newcomer.find_route(32)
+    long = SamplingParams(max_tokens=48, ignore_eos=True)
+    spare = three_nodes.add("10:20")
+    await until_found(user, spare.peer)
+    before = await tokens_of(user.generate(PROMPTS["english"], long, raw=True))
+    generation, leaver, told_at = user.generate(PROMPTS["english"], long, raw=True), None, 0.0
+    try:
+        async with asyncio.timeout(60.0):
+            async for _ in generation:
+                if leaver is None and generation.stats.completion_tokens >= 5:
+                    serving = generation.stats.stages[1].peer
+                    (leaver,) = [node for node in (three_nodes.current[1], spare) if node.peer == serving]
+                    leaver.signal(signal.SIGTERM)
+                    told_at = time.monotonic()
+        assert generation.stats.token_ids == before
+        assert leaver is not None
+        assert leaver.wait(LEFT_S) == 0  # when its session is gone, long before its grace is over
+        assert time.monotonic() - told_at < 30.0
+        assert leaver.events("left")
+        assert "Traceback" not in leaver.log
+        first = three_nodes.current[0].addresses
+        async with SwarmClient(MODEL, peers=first, home=test_home, mdns=False, threads=1) as newcomer:
+            assert leaver.peer not in {r.peer for r in await newcomer.connection.find(newcomer.model.model_id)}
+    finally:
+        spare.end()
 
 
 async def test_frozen_node_ends_the_answer_with_an_error(user: SwarmClient, three_nodes: Nodes) -> None:
