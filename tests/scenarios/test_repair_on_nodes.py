@@ -35,6 +35,7 @@ from p2p.messages import (
     SessionOpened,
     SessionProgress,
     SessionQuery,
+    SessionRefused,
     StageTiming,
     Step,
     StepResult,
@@ -404,3 +405,48 @@ async def test_rows_that_are_spoiled_on_the_way_leave_the_session_to_be_repaired
     await user.replace(1, await swarm.node(LayerRange(*RANGES[1])))
     await finish(user)
     assert_same(user, alone, bits=True)
+
+
+async def test_user_who_abuses_repair_ends_its_own_session_and_nobody_elses(swarm: MemorySwarm) -> None:
+    nodes = [await swarm.node(LayerRange(*each)) for each in RANGES]
+    bystander = ByHand(swarm, nodes)
+    await bystander.open()
+    await bystander.read()
+    codes = []
+    for attack in ("orders", "covers", "early", "plans"):
+        user = ByHand(swarm, nodes)
+        await user.open()
+        await user.read()
+        user.epoch, num_positions = 1, sum(CHUNKS)
+        user.plan = msgspec.structs.replace(user.plan, epoch=1)
+        await user.open(resumes=True)
+        tensor, payload = swarm.rows([7])
+        match attack:
+            case "orders":
+                for _ in range(300):
+                    order = Resend(user.plan.session, 1, 0, 1, 0, num_positions, False, 2)
+                    user.raw.pool.send(nodes[0].peer, order)
+            case "covers":
+                claim = step(user.plan, tensor, 3, first_node=num_positions + 1, want=(), covers=9, stop_stage=0)
+                user.raw.pool.send(nodes[0].peer, claim, payload)
+            case "early":
+                for sequence in range(4, 1200):
+                    user.raw.pool.send(
+                        nodes[0].peer, step(user.plan, tensor, sequence, first_node=40 + sequence), payload
+                    )
+            case "plans":
+                for epoch in range(2, 40):
+                    signed = sign_plan(msgspec.structs.replace(user.plan, epoch=epoch), user.raw.identity)
+                    user.raw.pool.send(nodes[0].peer, OpenSession(user.plan.session, epoch, 0, signed, resumes=True))
+        kind = SessionRefused if attack == "plans" else SessionFailed
+        told = await user.raw.get(kind)
+        assert isinstance(told, SessionRefused | SessionFailed)
+        codes.append(told.code)
+        await user.raw.pool.aclose()
+    assert codes == ["bad-resend", "bad-replay", "flooded", "too-often"]
+    await until(lambda: all(node.num_sessions == 1 for node in nodes))
+    for _ in range(NUM_TOKENS):
+        await bystander.decode_one()
+    await bystander.result(len(bystander.entries) - 1)
+    assert_same(bystander, await undisturbed(swarm), bits=True)
+    assert not bystander.failures
