@@ -61,11 +61,13 @@ class MemoryPlan:
         free_bytes: what the device can still give.
         kv_bytes: KV memory that the operator asked for; None takes a share.
         bound: the operator's bound; None when there is none.
+        retain_bytes: of this memory, for rows that were handed on.
     """
 
     free_bytes: int
     kv_bytes: int | None = None
     bound: Bound | None = None
+    retain_bytes: int = 0
 
     def num_layers(self, layer_bytes: int) -> int:
         """How many layers of ``layer_bytes`` each to load at most, when the operator named none."""
@@ -109,7 +111,7 @@ class MemoryPlan:
                 f"KV needs at least {_mib(least_kv_bytes)}; {self._what_is_left()}: "
                 f"serve fewer layers with --layers, or raise {self.bound.flag}"
             )
-        return min(wanted, self.bound.room_bytes)
+        return min(wanted, max(least_kv_bytes, self.bound.room_bytes - self.retain_bytes))
 
     def why_no_layer(self, model: str, layer_bytes: int) -> str:
         """The message when ``num_layers`` is 0."""

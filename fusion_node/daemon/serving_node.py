@@ -214,7 +214,8 @@ def _memory_plan(config: NodeConfig, device: Device, num_devices: int) -> Memory
     free_bytes = free_memory_bytes(device)
     if device.type == "cpu":
         free_bytes //= num_devices  # it is one memory, however many parts are computed side by side
-    return MemoryPlan(free_bytes, kv_bytes, _bound(config, device))
+    retain_bytes = _retain_bytes(config) // num_devices if device.type == "cpu" else 0
+    return MemoryPlan(free_bytes, kv_bytes, _bound(config, device), retain_bytes)
 
 
 def _bound(config: NodeConfig, device: Device) -> Bound | None:

@@ -148,3 +148,11 @@ def test_operator_may_have_no_row_kept() -> None:
     for text in ("", "-1", "0MiB", "00"):
         with pytest.raises(ConfigError):
             parse_size_or_none(text)
+
+
+def test_kv_leaves_room_for_rows_that_are_retained_within_a_bound() -> None:
+    plan = MemoryPlan(8000 * MIB, kv_bytes=500 * MIB, bound=bound(400 + WORKING_MIB + 160), retain_bytes=10 * MIB)
+    assert plan.kv_budget(least_kv_bytes=MIB) == 150 * MIB
+    assert plan.kv_budget(least_kv_bytes=155 * MIB) == 155 * MIB
+    free = MemoryPlan(8000 * MIB, kv_bytes=500 * MIB, retain_bytes=10 * MIB)
+    assert free.kv_budget(least_kv_bytes=MIB) == 500 * MIB
