@@ -6,24 +6,29 @@ step that are on their way between two stages and held there (LinkProxies.hold).
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import enum
 import signal
+import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fusion_node.client.connection import SwarmConnection
-from fusion_node.client.swarm import Generation, GenerationStats
+from fusion_node.client.generation import Generation, GenerationStats
+from fusion_node.client.sampling import SamplingParams
+from fusion_node.client.swarm import SwarmClient
+from fusion_node.errors import NoPeers
 from fusion_node.types import PeerId
-from p2p.messages import AnyMessage, OpenSession, Step, StepResult
+from p2p.messages import AnyMessage, OpenSession, Resend, Step, StepResult
 from tests.live.chaos_node import Garbage, NodeFork
 from tests.live.link_proxy import USER, LinkProxies, free_port_pair
-from tests.live.swarm_process import NodeProcess, join_arguments
+from tests.live.swarm_process import MODEL, NodeProcess, join_arguments
 
 HOST = "127.0.0.1"
 
@@ -134,6 +139,17 @@ class ChaosSwarm:
         self.nodes = [node for node in self.nodes if node.process.is_running]
         self.start(*(node.layers for node in gone))
 
+    def shrink_to(self, ranges: Sequence[str]) -> None:
+        """Ends what is more than these, and starts what is missing."""
+        wanted = list(ranges)
+        for node in [node for node in self.nodes if node.process.is_running]:
+            if node.layers in wanted:
+                wanted.remove(node.layers)
+            else:
+                node.process.end()
+        self.nodes = [node for node in self.nodes if node.process.is_running]
+        self.start(*wanted)
+
     def by_peer(self, peer: str) -> ChaosNode:
         return next(node for node in self.nodes if node.peer == peer)
 
@@ -189,7 +205,7 @@ class WatchedConnection(SwarmConnection):
     Attributes:
         plans: per session and epoch whom it was opened with, in order of stages.
         last_plan: the newest of them.
-        num_steps: that were sent.
+        num_steps: that were sent, replays included.
         errors: of what was to be done at a moment.
     """
 
@@ -241,15 +257,20 @@ def nth_sent(number: int) -> Callable[[PeerId, AnyMessage, bool], bool]:
 
 
 def nth_result(number: int) -> Callable[[PeerId, AnyMessage, bool], bool]:
-    """So many results have come since this was asked for, the last of them not yet taken."""
+    """So many rows have come back since this was asked for, the last of them not yet taken: one for each token."""
     seen = 0
 
     def condition(peer: PeerId, message: AnyMessage, is_sent: bool) -> bool:
         nonlocal seen
-        seen += not is_sent and isinstance(message, StepResult)
+        seen += not is_sent and isinstance(message, StepResult) and bool(message.nodes)
         return seen == number
 
     return condition
+
+
+def first_replayed() -> Callable[[PeerId, AnyMessage, bool], bool]:
+    """In a plan that replaces another, rows are sent again: the user has sent some, or has had a stage do so."""
+    return lambda peer, message, is_sent: is_sent and isinstance(message, Step | Resend) and message.epoch > 0
 
 
 class TimedIds(list[int]):
@@ -403,3 +424,116 @@ class Hurt:
                     self.swarm.proxies.cut(other, victim.name)
             case Fault.GARBAGE:
                 raise AssertionError("not at a moment, but from an entry on")
+
+
+# one user, one answer, one fault
+
+PROMPT = " ".join(f"Entry {n}: the heron of ward {n * 7 % 90} saw a boat." for n in range(14))
+"""Some 200 tokens, so that each of three stages has several chunks of it to compute."""
+
+NUM_TOKENS = 24
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True, temperature=1.0, top_p=0.95, seed=11)
+
+
+@asynccontextmanager
+async def user_of(
+    swarm: ChaosSwarm, *, wire: str | None = None, prefix_cache: bool = False
+) -> AsyncIterator[tuple[SwarmClient, WatchedConnection]]:
+    """Somebody new, who knows all nodes, which are as many and as honest as at first."""
+    await asyncio.to_thread(swarm.restore)
+    connection = WatchedConnection(swarm.addresses, mdns=False)
+    async with (
+        connection,
+        SwarmClient(
+            MODEL, home=swarm.home, mdns=False, threads=1, wire=wire, prefix_cache=prefix_cache, connection=connection
+        ) as client,
+    ):
+        await client.wait_loaded()
+        await until_all_known(client, swarm)
+        yield client, connection
+
+
+async def until_all_known(client: SwarmClient, swarm: ChaosSwarm) -> None:
+    """Returns when every node of the swarm is found."""
+    peers = {node.peer for node in swarm.nodes}
+    async with asyncio.timeout(90.0):
+        while True:
+            with contextlib.suppress(NoPeers):  # yet: a busy machine takes its time, and the client tries on
+                if peers <= {each.peer for each in await client.connection.find(client.model.model_id)}:
+                    return
+            await asyncio.sleep(0.1)
+
+
+async def answer_of(client: SwarmClient, params: SamplingParams, prompt: str = PROMPT) -> Outcome:
+    """A whole answer."""
+    async with asyncio.timeout(3 * HANGS_S):
+        return await outcome_of(client.generate(prompt, params, raw=True))
+
+
+@dataclass
+class Undisturbed:
+    """What is answered when nothing happens; asked for when it is first needed."""
+
+    _known: dict[tuple[bool, str | None], tuple[Outcome, int]] = field(default_factory=dict)
+
+    async def of(
+        self, client: SwarmClient, connection: WatchedConnection, params: SamplingParams, wire: str | None = None
+    ) -> tuple[Outcome, int]:
+        """The answer, and in how many chunks its prompt was computed."""
+        key = (params is GREEDY, wire)
+        if key not in self._known:
+            before = connection.num_steps
+            outcome = await answer_of(client, params)
+            assert len(outcome.tokens) == NUM_TOKENS
+            self._known[key] = outcome, connection.num_steps - before - (NUM_TOKENS - 1)
+        return self._known[key]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """An answer to which a fault happened.
+
+    Attributes:
+        stall_s: from the fault to the next token, or between two tokens after it, whichever is longer; less what it
+            takes undisturbed.
+        resumed_s: of it, what the client reports, finding out and replay included; 0 when nothing had to be repaired.
+    """
+
+    whole: Outcome
+    outcome: Outcome
+    victim: PeerId
+    stall_s: float
+    resumed_s: float
+
+    @property
+    def is_equal(self) -> bool:
+        return self.outcome.tokens == self.whole.tokens and self.outcome.text == self.whole.text
+
+    @property
+    def causes(self) -> list[str]:
+        return [f"{each.kind}/{each.cause}@{each.stage}" for each in self.outcome.stats.repairs]
+
+
+async def try_fault(
+    swarm: ChaosSwarm, undisturbed: Undisturbed, fault: Fault, place: Place, stage: int, params: SamplingParams = GREEDY
+) -> Trial:
+    """One answer of a new user, to which one fault happens."""
+    async with user_of(swarm) as (client, connection):
+        whole, num_chunks = await undisturbed.of(client, connection, params)
+        hurt = Hurt(swarm, connection, fault, place, stage)
+        hurt.arm(num_chunks=num_chunks)
+        outcome = await answer_of(client, params)
+        assert not connection.errors, connection.errors
+        assert hurt.at is not None, "the moment never came"
+        assert hurt.victim is not None
+        repair_s = sum(repair.stall_s for repair in outcome.stats.repairs)
+        return Trial(whole, outcome, hurt.victim.peer, _stall_s(outcome, hurt.at, whole), repair_s)
+
+
+def _stall_s(outcome: Outcome, hurt_at: float, whole: Outcome) -> float:
+    if hurt_at < outcome.times[0]:
+        return max(0.0, outcome.first_token_s - whole.first_token_s)
+    after = [at for at in outcome.times if at > hurt_at]
+    usual = statistics.median(b - a for a, b in zip(whole.times, whole.times[1:], strict=False))
+    return max(0.0, max(b - a for a, b in zip([hurt_at, *after], after, strict=False)) - usual)

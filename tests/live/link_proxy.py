@@ -4,6 +4,8 @@ Every node announces its proxy (``--announce``) and nothing else (tests.live.cha
 through here. Who that is, the owner of the connection's local port tells: a process that was
 named with ``is_process``, or else the user. So each direction between two of them is a Line of its own.
 
+When a node does not listen any more, its proxy does not either, so that it is missed here as it would be without.
+
 What it emulates: one-way delays, rates of a line, and uplinks and downlinks that a process's lines share, first come
 first served. A piece of PIECE_BYTES leaves when the uplink is free, and is there when it has passed all of it. What it
 does not: losses, jitter, the window of TCP on a long path, and the round trip of a TCP handshake (a connection is
@@ -93,6 +95,7 @@ class LinkProxies:
         self._connections: set[_Connection] = set()
         self._cut: set[frozenset[str]] = set()
         self._servers: list[asyncio.Server] = []
+        self._servers_of: dict[tuple[str, int], asyncio.Server] = {}
         self.num_accepted = 0
 
     def __enter__(self) -> Self:
@@ -211,6 +214,18 @@ class LinkProxies:
     async def _listen(self, name: str, host: str, port: int, ours: int) -> None:
         server = await self._loop.create_server(lambda: _Accepted(self, name, host, port), "127.0.0.1", ours)
         self._servers.append(server)
+        self._servers_of[host, port] = server
+
+    async def check(self, host: str, port: int) -> None:
+        """Stops listening for a node that has stopped itself."""
+        try:
+            _, writer = await asyncio.open_connection(host, port)
+        except OSError:  # refused, or reset by a listener that is just closing
+            server = self._servers_of.pop((host, port), None)
+            if server is not None:
+                server.close()
+        else:
+            writer.close()
 
     def accepted(self, dialled: str, side: _Accepted) -> None:
         """Somebody has dialled a node."""
@@ -242,7 +257,7 @@ class LinkProxies:
     async def _close(self) -> None:
         for server in self._servers:
             server.close()
-        dials = [each.task for each in self._connections if each.task is not None]
+        dials = [task for each in self._connections for task in each.tasks]
         for connection in list(self._connections):
             connection.abort()
         await asyncio.gather(*dials, return_exceptions=True)
@@ -352,8 +367,8 @@ class _Side(asyncio.Protocol):
             self.flow.take(data)
 
     def eof_received(self) -> bool:
-        if self.flow is not None:
-            self.flow.end()
+        if self.connection is not None:
+            self.connection.ended(self)
         return True  # the other direction may go on
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -377,7 +392,7 @@ class _Connection:
     def __init__(self, proxies: LinkProxies, sender: str, dialled: str, accepted: _Accepted) -> None:
         self.sender, self.dialled = sender, dialled
         self._proxies = proxies
-        self._near = accepted
+        self._near: _Accepted = accepted
         self._far = _Side()
         self._near.connection = self._far.connection = self
         self._near.flow = _Flow(proxies, sender, dialled, self._near)
@@ -385,16 +400,23 @@ class _Connection:
         self._far.flow.sink = accepted.transport
         self._is_aborted = False
         self.task: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def flows(self) -> list[_Flow]:
         return [side.flow for side in (self._near, self._far) if side.flow is not None]
+
+    @property
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """All that is under way."""
+        return self._tasks if self.task is None else [self.task, *self._tasks]
 
     async def dial(self, host: str, port: int) -> None:
         """Connects to the node. A dialler finds out that nobody listens there by a reset."""
         try:
             await asyncio.get_running_loop().create_connection(lambda: self._far, host, port)
         except OSError:
+            await self._proxies.check(host, port)
             self.abort()
             return
         if self._is_aborted or self._near.transport.is_closing():
@@ -404,8 +426,26 @@ class _Connection:
         self._near.flow.sink = self._far.transport
         self._near.flow.go_on()
 
+    def ended(self, side: _Side) -> None:
+        """One of the two sends no more. Of a node it is known before its end is passed on whether it still listens."""
+        self._after_check(side, lambda: side.flow is not None and side.flow.end())
+
     def lost(self, side: _Side, error: Exception | None) -> None:
         """A reset goes on at once; an end was passed on by the flow, behind what was sent before it."""
+        self._after_check(side, lambda: self._lost(side, error))
+
+    def _after_check(self, side: _Side, do: Callable[[], object]) -> None:
+        if side is not self._far or self._is_aborted:
+            do()
+            return
+
+        async def check() -> None:
+            await self._proxies.check(self._near.host, self._near.port)
+            do()
+
+        self._tasks.append(asyncio.get_running_loop().create_task(check()))
+
+    def _lost(self, side: _Side, error: Exception | None) -> None:
         other = self._far if side is self._near else self._near
         transport = getattr(other, "transport", None)
         if error is not None and transport is not None:
