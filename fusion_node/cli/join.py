@@ -19,6 +19,7 @@ from fusion_node.cli.options import (
     PuzzleBits,
     SwarmKeyFile,
     Threads,
+    parse_peer,
     parse_price,
     parse_rate,
     parse_size,
@@ -37,6 +38,16 @@ def join(
     layers: Annotated[
         str | None,
         typer.Option(metavar="START:STOP", help="Layers to serve; the whole model, or what fits, if not given."),
+    ] = None,
+    max_layers: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Take so many layers at most where --layers is not given."),
+    ] = None,
+    scheduler: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PEER_ID", help="Hold the layers that this peer assigns with `fusion-node place`, and choose none."
+        ),
     ] = None,
     peer: Peers = None,
     private: Annotated[
@@ -155,6 +166,8 @@ def join(
     config = NodeConfig(
         model=model,
         layers=None if layers is None else LayerRange.parse(layers),
+        max_layers=max_layers,
+        scheduler=None if scheduler is None else parse_peer(scheduler),
         peers=tuple(peer or ()),
         listen=listen,
         announce=tuple(announce or ()),

@@ -18,6 +18,7 @@ from fusion_node.cli.invite import invite
 from fusion_node.cli.join import join
 from fusion_node.cli.models import models_app
 from fusion_node.cli.peers import peers
+from fusion_node.cli.place import place
 from fusion_node.cli.plan import plan
 from fusion_node.cli.serve import serve
 from fusion_node.cli.simulate import simulate
@@ -41,6 +42,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(status)
 app.command()(plan)
+app.command()(place)
 app.command()(simulate)
 app.command()(invite)
 app.command()(peers)

@@ -12,7 +12,8 @@ import typer
 from fusion_node.client.sampling import SamplingParams
 from fusion_node.client.user_rules import UserRules
 from fusion_node.errors import ConfigError
-from p2p.identity import Identity
+from fusion_node.types import PeerId
+from p2p.identity import Identity, peer_id_of, public_key_of
 from p2p.swarm_key import SwarmKey
 from p2p.upload_core import MIN_UPLOAD_BPS
 
@@ -127,6 +128,18 @@ def read_identity(path: Path | None) -> Identity | None:
 
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,6})?) ?(?:([kmgt])(i?b)?)?", re.IGNORECASE)
 _POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_peer(text: str) -> PeerId:
+    """A peer id.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    try:
+        return peer_id_of(public_key_of(text.strip()))
+    except ValueError as error:
+        raise ConfigError(f"{text!r} is not a peer id: `fusion-node id` prints one") from error
 
 
 def parse_size(text: str) -> int:

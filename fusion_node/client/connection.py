@@ -41,6 +41,8 @@ from p2p.links import LinkPool
 from p2p.local_nodes import running
 from p2p.messages import (
     AnyMessage,
+    Assign,
+    Assigned,
     BandwidthProbe,
     BandwidthReport,
     Replayed,
@@ -72,6 +74,9 @@ DIALLED_BACK_S = 2.0
 waiting for each core. It may also never be, and then this is lost once."""
 
 MEASURE_TIMEOUT_S = 6.0
+ASSIGN_TIMEOUT_S = 15.0
+"""A node looks at the swarm before it answers."""
+
 MAX_MEASURED = 64
 """Nodes that one look at the swarm connects to. How far the others are, network coordinates predict."""
 
@@ -173,6 +178,7 @@ class SwarmConnection:
         self.compressor = Compressor(rate_Bps=self.links.delivery_rate_Bps, features=self.links.features)
         self._sessions: dict[bytes, tuple[SessionHandler, LostHandler]] = {}
         self._status: dict[int, tuple[PeerId, asyncio.Future[StatusReply]]] = {}
+        self._assigning: dict[int, tuple[PeerId, asyncio.Future[str]]] = {}
         self._request_numbers = itertools.count(1)
         self._dialled_back_s = dialled_back_s
         self._vivaldi = Vivaldi(secrets.SystemRandom())
@@ -294,6 +300,30 @@ class SwarmConnection:
         finally:
             del self._status[number]
 
+    async def assign(self, node: MeasuredNode, assignment: bytes) -> str:
+        """Tells a connected node which layers to hold.
+
+        Args:
+            assignment: signed, see p2p.records.Assignment.
+
+        Returns:
+            Why it does not; empty when it does.
+
+        Raises:
+            PeerError: it is not connected, or does not answer.
+        """
+        number = next(self._request_numbers)
+        future: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._assigning[number] = (node.peer, future)
+        try:
+            self.links.send(node.peer, Assign(number, assignment))
+            async with asyncio.timeout(ASSIGN_TIMEOUT_S):
+                return await future
+        except TimeoutError as error:
+            raise PeerTimeout(node.peer, f"node {short(node.peer)} does not answer an assignment") from error
+        finally:
+            del self._assigning[number]
+
     def register(self, session: bytes, on_message: SessionHandler, on_lost: LostHandler) -> None:
         """Messages of this session, and lost links, go to these from now on."""
         self._sessions[session] = (on_message, on_lost)
@@ -337,6 +367,10 @@ class SwarmConnection:
                 asked, future = self._status.get(message.request, (None, None))
                 if asked == peer and future is not None and not future.done():
                     future.set_result(message)
+            case Assigned():
+                told, answer = self._assigning.get(message.number, (None, None))
+                if told == peer and answer is not None and not answer.done():
+                    answer.set_result(message.problem)
             case BandwidthProbe() | BandwidthReport():
                 self.bandwidth.receive(peer, message, len(payload))
             case _:

@@ -42,7 +42,7 @@ def hosts_of(records: Iterable[NodeRecord], model_id: ModelId, numerics: str, nu
             if (shard.model_id, shard.numerics, shard.num_layers) == (model_id, numerics, num_layers)
         ]
         if shards:
-            hosts.append(_host(record, next((s for s in shards if not s.is_ready), shards[0])))
+            hosts.append(_host(record, shards[-1]))  # what it is about to hold comes last
     return hosts
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fusion_node.daemon.manners_core import PAUSE_GRACE_S
 from fusion_node.errors import ConfigError
-from fusion_node.types import LayerRange
+from fusion_node.types import LayerRange, PeerId
 from p2p.addresses import parse_announce, parse_listen
 
 DEFAULT_LISTEN = "127.0.0.1:0"
@@ -22,6 +22,8 @@ class NodeConfig:
     Attributes:
         model: name or id in the store.
         layers: what to serve; None takes the whole model, or what fits and the swarm lacks.
+        max_layers: that the node takes at most when it chooses; None takes what fits.
+        scheduler: peer id of the one whose assignments of layers are obeyed; None obeys nobody's.
         peers: multiaddrs or invites of the swarm to join; empty starts a new one.
         listen: ``HOST:PORT`` of the control plane; the data plane takes the next port (any free one for port 0).
         announce: ``HOST:PORT`` under which others reach ``listen``, as behind a router; the data plane's is one more.
@@ -53,6 +55,8 @@ class NodeConfig:
 
     model: str
     layers: LayerRange | None = None
+    max_layers: int | None = None
+    scheduler: PeerId | None = None
     peers: tuple[str, ...] = field(default=(), repr=False)  # an invite may be a secret
     listen: str = DEFAULT_LISTEN
     announce: tuple[str, ...] = ()

@@ -130,6 +130,10 @@ class NodeLife:
         """Sessions can be opened, unless the node is paused."""
         self._phase, self._working = Phase.READY, working
 
+    def moved(self, layers: str) -> None:
+        """Other layers are served from now on."""
+        self._layers, self._loaded_percent = layers, 100
+
     def leaving(self) -> None:
         """Nothing is taken any more."""
         self._phase = Phase.LEAVING

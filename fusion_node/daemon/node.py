@@ -25,7 +25,7 @@ from fusion_node.daemon.control import control_socket
 from fusion_node.daemon.life import NodeLife
 from fusion_node.daemon.network_examiner import NetworkExaminer
 from fusion_node.daemon.swarm_view import SwarmView, control_connections
-from fusion_node.errors import ConfigError
+from fusion_node.errors import ConfigError, FusionError
 from fusion_node.store import ModelStore
 from fusion_node.types import PeerId, UnixS
 from p2p.addresses import check_bindable, parse_listen
@@ -42,6 +42,7 @@ from p2p.paths import RoutedNetwork
 from p2p.peer_book import path_of
 from p2p.puzzle import PuzzleChecker, check_bits, default_bits, solution_for
 from p2p.reachability_verdict import Overall, Plane
+from p2p.records import ShardRecord, sign_record
 from p2p.relays import Relays
 from p2p.swarm_key import FILE_NAME as KEY_FILE_NAME
 from p2p.swarm_key import SwarmKey, swarm_tag
@@ -183,9 +184,14 @@ class _Starter:
                 rewrite = registered(run, identity.peer_id, lambda: discovery.local_addresses, swarm_tag(swarm_key))
                 discovery.reachability.on_change.append(stack.enter_context(rewrite))
             await asyncio.to_thread(importlib.import_module, "fusion_node.daemon.serving_node")
-            from fusion_node.daemon.serving_node import ServingNode, load_shard
+            from fusion_node.daemon.serving_node import ServingNode, load_shard, loading_node
 
-            shard = await load_shard(config, model, discovery, life)
+            async def announce(loading: ShardRecord) -> None:
+                record = loading_node(identity.peer_id, loading, puzzle=await asyncio.shield(solving), config=config)
+                with contextlib.suppress(FusionError):
+                    await discovery.announce(sign_record(record, identity), [model.model_id])
+
+            shard = await load_shard(config, model, discovery, life, peer=identity.peer_id, announce=announce)
             psk = None if swarm_key is None else swarm_key.noise_psk
             websocket = WebSocketNetwork(identity, psk=psk, gate=gate)
             websocket.on_nonce = lambda nonce, at: discovery.reachability.reached(Plane.DATA, nonce, at)

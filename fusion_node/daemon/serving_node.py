@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import functools
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -12,14 +14,18 @@ from dataclasses import dataclass
 import structlog
 
 import fusion_node
+from fusion_node.client.hosts import work_of
+from fusion_node.client.topology import SwarmTopology
 from fusion_node.daemon.admission_core import Admission
 from fusion_node.daemon.config import NodeConfig
 from fusion_node.daemon.device_usage import open_watch
 from fusion_node.daemon.life import NodeLife
 from fusion_node.daemon.manners_core import PauseReason
 from fusion_node.daemon.memory_plan import MIN_KV_POSITIONS, Bound, MemoryPlan, place_layers, retain_budget
+from fusion_node.daemon.mover import Lookout, Mover
 from fusion_node.daemon.network_examiner import NetworkExaminer
 from fusion_node.daemon.pace_core import Pace, PacedBatching
+from fusion_node.daemon.placement_core import AssignmentDesk
 from fusion_node.daemon.server import NodeServer
 from fusion_node.daemon.surveyor import Surveyor
 from fusion_node.daemon.swarm_view import SwarmView
@@ -41,7 +47,7 @@ from fusion_node.engine.numerics import numerics_class
 from fusion_node.engine.quantized import expected_bytes
 from fusion_node.engine.shard_engine import ShardEngine
 from fusion_node.engine.stage import Stage
-from fusion_node.errors import FusionError, LocalProtocolError, ResourceExhausted
+from fusion_node.errors import FusionError, LocalProtocolError, PeerError, ResourceExhausted
 from fusion_node.store import StoredModel
 from fusion_node.types import LayerRange, PeerId
 from p2p.compression import FEATURE
@@ -49,11 +55,13 @@ from p2p.discovery import Discovery, DiscoveryService
 from p2p.gate import PeerGate
 from p2p.identity import Identity
 from p2p.links import LinkPool
+from p2p.messages import AnyMessage, Assign, Assigned
 from p2p.reachability_verdict import Plane
 from p2p.records import PROTOCOL_VERSION, SPEED_ROWS, NodeRecord, ShardRecord, sign_lease, sign_record
 from p2p.seam import Network, PathKind
 from p2p.websocket import join_address
-from scheduler.placement import choose_layers
+from scheduler.placement import choose_range
+from scheduler.swarm_rate import Host, windows
 
 RECORD_TTL_S = 60.0
 ANNOUNCE_INTERVAL_S = 20.0
@@ -74,8 +82,8 @@ RECORD_REUSE_S = 1.0
 DRAIN_S = 5.0
 """How long a node that is told to stop waits for the steps that are running."""
 
-LOOK_AROUND_S = 5.0
-"""How long a node that may choose its layers waits to hear what others hold."""
+MAX_ASSIGNMENTS = 4
+"""That are looked at at once: each looks at the swarm."""
 
 _MAX_CLAIMED_BYTES = 2**53
 
@@ -99,12 +107,14 @@ class Shard:
 
     Attributes:
         forwards: measured ones, as (rows, seconds) with all layers.
+        capacity_layers: that would fit; 0 when the operator has chosen these.
     """
 
     model: StoredModel
     stages: tuple[Stage, ...]
     forwards: tuple[tuple[int, float], ...]
     kv_budget_bytes: int
+    capacity_layers: int = 0
 
     @property
     def layers(self) -> LayerRange:
@@ -122,8 +132,19 @@ class Shard:
         return seconds / len(self.layers)
 
 
-async def load_shard(config: NodeConfig, model: StoredModel, discovery: DiscoveryService, life: NodeLife) -> Shard:
+async def load_shard(
+    config: NodeConfig,
+    model: StoredModel,
+    discovery: DiscoveryService,
+    life: NodeLife,
+    *,
+    peer: PeerId,
+    announce: Callable[[ShardRecord], Awaitable[None]],
+) -> Shard:
     """Chooses the layers when the operator did not, and loads them.
+
+    Args:
+        announce: tells the swarm of layers that are being loaded; to be repeated while they are.
 
     Raises:
         ConfigError: unknown numerics, device or architecture.
@@ -131,14 +152,43 @@ async def load_shard(config: NodeConfig, model: StoredModel, discovery: Discover
         StoreCorrupted: a weight does not match the manifest.
     """
     numerics, devices = numerics_class(config.numerics), choose_devices(config.device)
-    threads = set_threads(config.threads)
-    begins = first_layers(load_config(model))
     layers, layer_bytes = config.layers, _layer_bytes(model, numerics.weight_dtype(devices[0]).itemsize)
     memory = [_memory_plan(config, device, len(devices)) for device in devices]
     capacities = [plan.num_layers(layer_bytes) for plan in memory]
+    capacity = 0
     if layers is None:
+        capacity = min(sum(capacities), model.num_layers if config.max_layers is None else config.max_layers)
         why_none = memory[0].why_no_layer(model.name, layer_bytes)
-        layers = await _choose_layers(discovery, model, sum(capacities), begins, why_none, bool(config.peers))
+        lookout = Lookout(discovery, peer, model.model_id, numerics.name, work_of(model, numerics.name))
+
+        async def intend(layers: LayerRange) -> None:
+            await announce(loading_record(model, layers, numerics=numerics.name, capacity_layers=capacity))
+
+        layers = await _choose_layers(lookout, model, capacity, why_none, bool(config.peers), peer, intend)
+        telling = asyncio.create_task(_tell_of_loading(layers, intend))
+    else:
+        telling = None
+    try:
+        return await _load(config, model, life, layers, capacity)
+    finally:
+        if telling is not None:
+            telling.cancel()
+            await asyncio.gather(telling, return_exceptions=True)
+
+
+async def _tell_of_loading(layers: LayerRange, intend: Callable[[LayerRange], Awaitable[None]]) -> None:
+    while True:
+        await intend(layers)
+        await asyncio.sleep(ANNOUNCE_INTERVAL_S)
+
+
+async def _load(config: NodeConfig, model: StoredModel, life: NodeLife, layers: LayerRange, capacity: int) -> Shard:
+    numerics, devices = numerics_class(config.numerics), choose_devices(config.device)
+    threads = set_threads(config.threads)
+    begins = first_layers(load_config(model))
+    layer_bytes = _layer_bytes(model, numerics.weight_dtype(devices[0]).itemsize)
+    memory = [_memory_plan(config, device, len(devices)) for device in devices]
+    capacities = [plan.num_layers(layer_bytes) for plan in memory]
     places = [
         (device, plan, place)
         for device, plan, place in zip(
@@ -176,7 +226,7 @@ async def load_shard(config: NodeConfig, model: StoredModel, discovery: Discover
     if devices[0].type == "cpu":
         # What the allocator keeps of the warm-up would count as used; on a GPU the next wide forward takes it again.
         await asyncio.to_thread(release_cached_memory, devices[0])
-    return Shard(model, tuple(stages), tuple(forwards), _kv_budget(config, stages))
+    return Shard(model, tuple(stages), tuple(forwards), _kv_budget(config, stages), capacity)
 
 
 def _warm_up_rows(device: Device) -> tuple[int, ...]:
@@ -262,28 +312,45 @@ class _Progress:
 
 
 async def _choose_layers(
-    discovery: DiscoveryService,
+    lookout: Lookout,
     model: StoredModel,
     capacity: int,
-    begins: frozenset[int] | None,
     why_none: str,
     has_peers: bool,
+    peer: PeerId,
+    intend: Callable[[LayerRange], Awaitable[None]],
 ) -> LayerRange:
-    held: list[LayerRange] = []
-    if capacity < model.num_layers and has_peers:
-        with contextlib.suppress(FusionError):
-            await discovery.wait_for_peer(LOOK_AROUND_S)
-            records = await discovery.find(model.model_id, timeout_s=LOOK_AROUND_S)
-            held = [LayerRange(s.start, s.stop) for r in records for s in r.shards if s.model_id == model.model_id]
-    layers = choose_layers(held, num_layers=model.num_layers, capacity_layers=capacity, first_layers=begins)
-    if layers is None and capacity >= 1:
+    own = Host(peer, capacity, math.nan)
+    if has_peers and windows(capacity, lookout.work) and capacity < model.num_layers:
+        decision = await lookout.choose(own, intend)
+    else:
+        decision = choose_range(own, (), lookout.work, SwarmTopology((), round_trips_s={}))
+    if decision.layers is None and capacity >= 1:
         raise ResourceExhausted(
             f"{capacity} layers of {model.name} fit, which are fewer than those that use one layer's choice and have "
             f"to be together: choose them with --layers"
         )
-    if layers is None:
+    if decision.layers is None:
         raise ResourceExhausted(why_none)
-    return layers
+    log.info("chosen", layers=str(decision.layers), reason=decision.reason)
+    return decision.layers
+
+
+def loading_record(model: StoredModel, layers: LayerRange, *, numerics: str, capacity_layers: int) -> ShardRecord:
+    """Of layers that are not there yet."""
+    return ShardRecord(
+        model_id=model.model_id,
+        model_name=model.name[:96],
+        start=layers.start,
+        stop=layers.stop,
+        num_layers=model.num_layers,
+        numerics=numerics,
+        seconds_per_layer=(0.0, 0.0, 0.0),
+        kv_free_tokens=0,
+        quantization=model.quantization,
+        is_ready=False,
+        capacity_layers=capacity_layers,
+    )
 
 
 def _layer_bytes(model: StoredModel, itemsize: int) -> int:
@@ -300,8 +367,31 @@ def _kv_layer_bytes(model: StoredModel, itemsize: int) -> int:
     return int(2 * (config.get("num_key_value_heads") or num_heads) * head_dim * itemsize)
 
 
+def loading_node(peer: PeerId, loading: ShardRecord, *, puzzle: bytes, config: NodeConfig) -> NodeRecord:
+    """What a node says of itself before it serves anything: only what it is about to."""
+    now = time.time()
+    return NodeRecord(
+        version=PROTOCOL_VERSION,
+        peer=peer,
+        sequence=int(now * 1000),
+        issued_at=now,
+        expires_at=now + RECORD_TTL_S,
+        data_addresses=(),
+        libp2p_addresses=(),
+        device="",
+        memory_free_bytes=0,
+        shards=(loading,),
+        num_sessions=0,
+        software=f"fusion-node {fusion_node.__version__}",
+        operator=config.operator[:96],
+        puzzle=puzzle,
+        region=config.region[:96],
+        price=config.price,
+    )
+
+
 class ServingNode:
-    """A node that has loaded its shard."""
+    """A node that has loaded its shard, and may go over to another one."""
 
     def __init__(
         self,
@@ -321,25 +411,11 @@ class ServingNode:
         self._config = config
         self._identity = identity
         self._model = shard.model
-        self._pace = Pace(shard.seconds_per_layer)
         self._discovery = discovery
         self._life = life
-        self._kv_budget_bytes = shard.kv_budget_bytes
         self._is_above_bound = False
         self._releasing: asyncio.Future[None] | None = None
-        self._engine = engine = ShardEngine(shard.stages, kv_budget_bytes=shard.kv_budget_bytes)
-        self._devices = [stage.device for stage in shard.stages]
-        batching = PacedBatching(self._pace)
-        for num_rows, seconds in shard.forwards:
-            batching.learn(engine.layers, num_rows, seconds)
-        self._admission = admission = Admission(
-            peer=identity.peer_id,
-            model_id=shard.model.model_id,
-            layers=engine.layers,
-            numerics=engine.numerics,
-            blocks=engine.blocks,
-            first_layers=engine.first_layers,
-        )
+        self._use(shard)
         self._device_name = describe_devices(self._devices)
         self._reachability = discovery.reachability
         self._addresses_changed = asyncio.Event()
@@ -348,21 +424,14 @@ class ServingNode:
         self._last_sequence = 0
         self._record = b""
         self._record_made_at = -math.inf
-        self._server = NodeServer(
-            engine,
-            admission,
-            own_record=self._own_record,
-            sign_lease=lambda lease: sign_lease(lease, identity),
-            batching=batching,
-            retain_bytes=_retain_bytes(config),
-        )
+        self._server = self._new_server(shard)
         self._pool = LinkPool(
             network,
             identity.peer_id,
-            on_frame=self._server.on_frame,
-            on_closed=self._server.on_closed,
+            on_frame=self._on_frame,
+            on_closed=lambda peer, error: self._server.on_closed(peer, error),
             gate=gate,
-            is_needed=lambda peer: bool(admission.touching(peer)),
+            is_needed=lambda peer: bool(self._admission.touching(peer)),
             max_upload_Bps=config.max_upload_Bps,
             features=(FEATURE,),
         )
@@ -379,12 +448,66 @@ class ServingNode:
             is_idle=lambda: not self._admission.sessions and self._admission.paused is None,
             is_needed=lambda peer: bool(self._admission.touching(peer)),
         )
+        self._intended: LayerRange | None = None
+        self._held_since = time.monotonic()
+        self._is_between = False
+        self._said: NodeRecord | None = None
+        self._answering: set[asyncio.Task[None]] = set()
+        work = work_of(self._model, config.numerics)
+        self._mover = Mover(
+            self,
+            Lookout(
+                discovery,
+                identity.peer_id,
+                self._model.model_id,
+                config.numerics,
+                work,
+                own_record=lambda: self._said,
+            ),
+            AssignmentDesk(identity.peer_id, config.scheduler, self._model.model_id, work),
+            may_reconsider=shard.capacity_layers > 0 and config.scheduler is None,
+        )
         discovery.on_path.append(self._path_changed)
         loop = asyncio.get_running_loop()
         # Not from within what the pool is doing when it reports a breach.
         gate.on_change(lambda: _post(loop, self._pool.drop_refused))
         self.on_left: Callable[[], Awaitable[None]] | None = None
         life.manners.attach(self)
+
+    def _use(self, shard: Shard) -> None:
+        """This shard is what is served, by a server that is made next."""
+        self._shard = shard
+        self._pace = Pace(shard.seconds_per_layer)
+        self._kv_budget_bytes = shard.kv_budget_bytes
+        self._engine = engine = ShardEngine(shard.stages, kv_budget_bytes=shard.kv_budget_bytes)
+        self._devices = [stage.device for stage in shard.stages]
+        self._admission = Admission(
+            peer=self._identity.peer_id,
+            model_id=shard.model.model_id,
+            layers=engine.layers,
+            numerics=engine.numerics,
+            blocks=engine.blocks,
+            first_layers=engine.first_layers,
+        )
+
+    def _new_server(self, shard: Shard) -> NodeServer:
+        batching = PacedBatching(self._pace)
+        for num_rows, seconds in shard.forwards:
+            batching.learn(self._engine.layers, num_rows, seconds)
+        return NodeServer(
+            self._engine,
+            self._admission,
+            own_record=self._own_record,
+            sign_lease=lambda lease: sign_lease(lease, self._identity),
+            batching=batching,
+            retain_bytes=_retain_bytes(self._config),
+        )
+
+    def _on_frame(self, peer: PeerId, message: AnyMessage, payload: memoryview) -> None:
+        if isinstance(message, Assign):
+            self._answer(peer, message)
+        else:
+            self._server.on_frame(peer, message, payload)
 
     @property
     def ready(self) -> ReadyNode:
@@ -420,13 +543,15 @@ class ServingNode:
         watch = await asyncio.to_thread(open_watch, device.type, uuid=device_uuid(device), wanted=self._config.back_off)
         manners = asyncio.create_task(self._life.manners.run(watch))
         surveying = asyncio.create_task(self._surveyor.run())
+        moving = asyncio.create_task(self._mover.run())
         addresses = asyncio.create_task(self._announce_changed_addresses())
         try:
-            await self._serve(stop, (manners, surveying))
+            await self._serve(stop, (manners, surveying, moving))
         finally:
-            for task in (manners, surveying, addresses):
+            beside = (manners, surveying, moving, addresses, *self._answering)
+            for task in beside:
                 task.cancel()
-            await asyncio.gather(manners, surveying, addresses, return_exceptions=True)
+            await asyncio.gather(*beside, return_exceptions=True)
 
     async def _serve(self, stop: asyncio.Event, beside: Sequence[asyncio.Task[None]]) -> None:
         announcing: asyncio.Task[None] | None = None
@@ -491,6 +616,146 @@ class ServingNode:
         if self.on_left is not None:
             await self.on_left()
         log.info("left")
+
+    # going over to other layers: mover.Movable
+
+    def _answer(self, peer: PeerId, message: Assign) -> None:
+        if len(self._answering) >= MAX_ASSIGNMENTS:
+            self._tell(peer, Assigned(message.number, "too many assignments are looked at"))
+            return
+
+        async def answer() -> None:
+            self._tell(peer, await self._mover.take(peer, message))
+
+        task = asyncio.get_running_loop().create_task(answer())
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
+
+    def _tell(self, peer: PeerId, message: AnyMessage) -> None:
+        with contextlib.suppress(PeerError):  # whoever is gone cannot be told
+            self._pool.send(peer, message)
+
+    def as_host(self) -> Host:
+        own_s = self._pace.seconds_per_layer(time.monotonic())[0]
+        return Host(
+            peer=self._identity.peer_id,
+            capacity_layers=self._shard.capacity_layers or len(self._engine.layers),
+            seconds_per_layer=own_s,
+            held=self._engine.layers,
+            is_pinned=not self._shard.capacity_layers or self._admission.paused is not None,
+            held_for_s=time.monotonic() - self._held_since,
+        )
+
+    async def intend(self, layers: LayerRange | None) -> None:
+        if layers != self._intended:
+            self._intended = layers
+            self._record_made_at = -math.inf
+            if self._admission.paused is None:
+                await self._announce()
+
+    async def go_over(self, layers: LayerRange, may_drop: Callable[[], Awaitable[bool]]) -> bool:
+        before = self._shard
+        fits_beside = sum(map(len, layers.without(before.layers))) <= sum(self._room())
+        stages: Sequence[Stage] = ()
+        if fits_beside:
+            stages = await self._moved(before.stages, layers)
+        if not await may_drop():
+            return False
+        await self._stop_serving()
+        old = str(before.layers)
+        if not fits_beside:
+            # What is dropped has to be gone before what is missing can come.
+            kept = self._kept(layers)
+            self._shrink(kept)
+            before = self._shard
+            stages = await self._moved(kept, layers)
+        forwards = [(rows, await asyncio.to_thread(_measure, stages, rows)) for rows in _warm_up_rows(stages[0].device)]
+        await asyncio.to_thread(self._release_cached)
+        budget, paused = _kv_budget(self._config, stages), self._admission.paused
+        self._exchange(Shard(self._model, tuple(stages), tuple(forwards), budget, before.capacity_layers))
+        self._is_between = False
+        self._held_since = time.monotonic()
+        self._intended = None
+        self._record_made_at = -math.inf
+        self._life.moved(str(layers))
+        log.info("serves other layers", layers=str(layers), before=old)
+        if paused is None:
+            await self._announce()
+        return True
+
+    async def _moved(self, resident: Sequence[Stage], layers: LayerRange) -> list[Stage]:
+        """Stages of other layers, which share what is resident on their device and read the rest."""
+        devices = choose_devices(self._config.device)
+        numerics = numerics_class(self._config.numerics)
+        room = self._room()
+        by_device = {stage.device: stage for stage in resident}
+        resident_layers = [len(by_device[device].layers) if device in by_device else 0 for device in devices]
+        capacities = [max(1, n + num) for n, num in zip(room, resident_layers, strict=True)]
+        places = place_layers(layers, capacities, first_layers=first_layers(load_config(self._model)))
+        stages = []
+        for device, place in zip(devices, places, strict=True):
+            if place is None:
+                continue
+            before = by_device.get(device)
+            if before is None:
+                load = functools.partial(Stage.load, self._model, place, numerics=numerics, device=device)
+            else:
+                load = functools.partial(before.moved, self._model, place)
+            stages.append(await asyncio.to_thread(load))
+        return stages
+
+    def _room(self) -> list[int]:
+        """How many more layers fit on each device now."""
+        devices = choose_devices(self._config.device)
+        itemsize = numerics_class(self._config.numerics).weight_dtype(devices[0]).itemsize
+        layer_bytes = _layer_bytes(self._model, itemsize)
+        return [_memory_plan(self._config, device, len(devices)).num_layers(layer_bytes) for device in devices]
+
+    def _kept(self, layers: LayerRange) -> list[Stage]:
+        """Parts of what is resident that other layers have as well; all else can go."""
+        kept = []
+        for stage in self._shard.stages:
+            start, stop = max(stage.layers.start, layers.start), min(stage.layers.stop, layers.stop)
+            begins = stage.first_layers
+            if start < stop and (begins is None or start in begins):
+                kept.append(stage.part(LayerRange(start, stop)))
+        return kept
+
+    def _shrink(self, kept: Sequence[Stage]) -> None:
+        """Holds nothing but these, or as little as can be where that would be nothing; no session can be opened."""
+        shard = self._shard
+        first = shard.stages[0]
+        begins = sorted(begin for begin in first.first_layers or () if begin > first.layers.start)
+        stop = begins[0] if begins else first.layers.stop if first.first_layers else first.layers.start + 1
+        least = LayerRange(first.layers.start, min(stop, first.layers.stop))
+        stages = tuple(kept) or (first.part(least),)
+        kv_bytes = MIN_KV_POSITIONS * sum(stage.kv_bytes_per_position for stage in stages)
+        self._is_between = True
+        self._exchange(dataclasses.replace(shard, stages=stages, kv_budget_bytes=kv_bytes))
+        self._admission.draining = True
+        self._release_caches()
+
+    def _exchange(self, shard: Shard) -> None:
+        """Serves another shard, by a new server; the old one has been drained."""
+        old, paused = self._server, self._admission.paused
+        self._use(shard)
+        self._admission.paused = paused
+        self._server = self._new_server(shard)
+        self._server.attach(self._pool)
+        self._server.counters.update(old.counters)
+        self._server.bandwidth = old.bandwidth  # what it knows of peers outlives the change, and others hold it
+
+    @property
+    def is_between(self) -> bool:
+        return self._is_between
+
+    async def _stop_serving(self) -> None:
+        """Hands all sessions over, and gives the KV back."""
+        self._admission.draining = True
+        if self._admission.paused is None:
+            await self._announce()
+        await self._server.drain(timeout_s=DRAIN_S, grace_s=self._config.drain_grace_s)
+        self._engine.release_kv()
 
     # what its operator sees and orders: life.Working and manners.Host
 
@@ -593,7 +858,15 @@ class ServingNode:
             kv_free_tokens=min(self._admission.free_positions, _MAX_CLAIMED_BYTES),
             quantization=self._model.quantization,
             queue_s=self._pace.queue_s(measured_at),
+            is_ready=not self._admission.draining,
+            capacity_layers=self._shard.capacity_layers,
         )
+        shards: tuple[ShardRecord, ...] = () if self._is_between else (shard,)
+        if self._intended is not None and self._intended != self._engine.layers:
+            capacity = self._shard.capacity_layers
+            shards += (
+                loading_record(self._model, self._intended, numerics=self._engine.numerics, capacity_layers=capacity),
+            )
         up_Bps, down_Bps = self._surveyor.rates_Bps(self._config.max_upload_Bps)
         data_addresses, libp2p_addresses = self._announced_addresses()
         record = NodeRecord(
@@ -606,7 +879,7 @@ class ServingNode:
             libp2p_addresses=libp2p_addresses,
             device=self._device_name[:96],
             memory_free_bytes=min(sum(map(free_memory_bytes, self._devices)), _MAX_CLAIMED_BYTES),
-            shards=() if leaving or self._admission.paused is not None else (shard,),
+            shards=() if leaving or self._admission.paused is not None else shards,
             num_sessions=len(self._admission.sessions),
             software=f"fusion-node {fusion_node.__version__}",
             operator=self._config.operator[:96],
@@ -619,4 +892,5 @@ class ServingNode:
             region=self._config.region[:96],
             price=self._config.price,
         )
+        self._said = record
         return sign_record(record, self._identity)
