@@ -64,7 +64,7 @@ def run_cli(*arguments: str, home: Path, stdin: str = "", timeout_s: float = 90.
 def join_arguments(layers: str, *, folder: Path, peers: Sequence[str], options: Sequence[str]) -> list[str]:
     """Of ``fusion-node``, for a node of a test."""
     arguments = [
-        "join", MODEL, "--layers", layers, "--log-format", "json", "--verbose", "--no-mdns",
+        "join", MODEL, *(("--layers", layers) if layers else ()), "--log-format", "json", "--verbose", "--no-mdns",
         "--threads", "1", "--identity", str(folder / "identity.key"), *options,
     ]  # fmt: skip
     for peer in peers:
@@ -193,7 +193,11 @@ class Nodes:
 
     def add(self, layers: str) -> NodeProcess:
         """One more node beside those that there are."""
-        return self._start(layers, self.current[0].addresses[:1], ()).wait_ready()
+        return self.begin(layers).wait_ready()
+
+    def begin(self, layers: str, *, options: Sequence[str] = ()) -> NodeProcess:
+        """One more node, which is not ready yet; without layers, it chooses them."""
+        return self._start(layers, self.current[0].addresses[:1], options)
 
     @property
     def addresses(self) -> list[str]:
