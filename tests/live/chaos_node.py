@@ -49,7 +49,7 @@ class Garbage(enum.StrEnum):
     SEQUENCE = "sequence"
     """The right rows, of an entry that is not due."""
     ROWS = "rows"
-    """One row more than the entry has."""
+    """One row more than the entry has, and its own as they should be."""
     NO_FRAME = "no-frame"
     """Bytes that are no message at all."""
     SILENCE = "silence"
@@ -117,6 +117,8 @@ def _spoil(kind: Garbage, message: Rows, payload: Payload) -> tuple[Rows, Payloa
         rows *= num_rows * size
     elif kind is Garbage.NAN:
         rows = b"\xff" * plain.num_bytes  # the scale of each block as well
+    elif kind is Garbage.ROWS and not tensor.codec:
+        rows = bytes(payload) + bytes(payload[: len(payload) // max(1, tensor.num_rows)])
     else:
         rows = bytes(plain.num_bytes)
     if isinstance(message, StepResult):

@@ -47,7 +47,13 @@ from tests.live.chaos_node import Garbage
 from tests.live.swarm_process import MODEL
 from tests.live.test_gateway_live import started
 
-pytestmark = [pytest.mark.live, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.live,
+    pytest.mark.asyncio(loop_scope="module"),
+    pytest.mark.timeout(300),
+    # Connections that are cut while they are made leave sockets to the garbage collector, at some later time.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +138,15 @@ async def test_answer_of_whose_layers_nobody_is_left_ends_with_a_named_error(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", list(Garbage))
-@pytest.mark.parametrize("stage", [0, 2])
+@pytest.mark.parametrize(
+    ("kind", "stage"),
+    [
+        *((kind, 2) for kind in Garbage),
+        # Not from a stage before others: a row too many of the right form, which the stage behind takes for one; and
+        # silence, where it takes several replacements behind it, of a quarter of a minute each, until it is suspected.
+        *((kind, 0) for kind in (Garbage.NAN, Garbage.SHAPE, Garbage.SEQUENCE, Garbage.NO_FRAME)),
+    ],
+)
 async def test_any_garbage_has_its_sender_replaced(
     swarm: ChaosSwarm, undisturbed: Undisturbed, kind: Garbage, stage: int
 ) -> None:
