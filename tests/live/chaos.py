@@ -357,6 +357,7 @@ class Hurt:
                 lambda peer, message, is_sent: is_sent and isinstance(message, Step),
                 lambda: self._lie(since),
             )
+            self.connection.when(nth_sent(since), self._note_time)
             return
         match self.place:
             case Place.PREFILL:
@@ -382,6 +383,9 @@ class Hurt:
 
     def _lie(self, since: int) -> None:
         self._find().answers_with(Garbage.NAN, since=since)
+
+    def _note_time(self) -> None:
+        """The entry that will be answered with garbage is on its way."""
         self.at = time.monotonic()
 
     def _hold(self) -> None:
