@@ -226,11 +226,17 @@ class LinkProxies:
                 server.close()
         else:
             writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
 
     def accepted(self, dialled: str, side: _Accepted) -> None:
         """Somebody has dialled a node."""
         self.num_accepted += 1
-        sender = self._owner(side.transport.get_extra_info("peername")[1])
+        peer = side.transport.get_extra_info("peername")
+        if peer is None:  # gone already
+            _abort(side.transport)
+            return
+        sender = self._owner(peer[1])
         if frozenset((sender, dialled)) in self._cut:
             _abort(side.transport)
             return
@@ -257,10 +263,11 @@ class LinkProxies:
     async def _close(self) -> None:
         for server in self._servers:
             server.close()
-        dials = [task for each in self._connections for task in each.tasks]
+        own = asyncio.current_task()
+        under_way = [task for task in asyncio.all_tasks() if task is not own]  # also of connections that are over
         for connection in list(self._connections):
             connection.abort()
-        await asyncio.gather(*dials, return_exceptions=True)
+        await asyncio.gather(*under_way, return_exceptions=True)
         for _ in range(3):  # transports close their sockets in a later turn of the loop
             await asyncio.sleep(0)
 
@@ -360,7 +367,8 @@ class _Side(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.transport = transport
-        socket_of(transport).setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(OSError):  # gone already
+            socket_of(transport).setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def data_received(self, data: bytes) -> None:
         if self.flow is not None:
@@ -405,11 +413,6 @@ class _Connection:
     @property
     def flows(self) -> list[_Flow]:
         return [side.flow for side in (self._near, self._far) if side.flow is not None]
-
-    @property
-    def tasks(self) -> list[asyncio.Task[None]]:
-        """All that is under way."""
-        return self._tasks if self.task is None else [self.task, *self._tasks]
 
     async def dial(self, host: str, port: int) -> None:
         """Connects to the node. A dialler finds out that nobody listens there by a reset."""

@@ -18,12 +18,6 @@ DELAY_S = 0.05
 NODE = "node"
 
 
-@pytest.fixture
-def proxies() -> Iterator[LinkProxies]:
-    with LinkProxies() as proxies:
-        yield proxies
-
-
 @pytest_asyncio.fixture
 async def echo() -> AsyncIterator[int]:
     """The port of somebody who sends back what comes."""
@@ -43,7 +37,17 @@ async def echo() -> AsyncIterator[int]:
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:
         yield server.sockets[0].getsockname()[1]
+        server.close()
+        for _ in range(5):  # what was accepted last begins in a later turn of the loop
+            await asyncio.sleep(0)
         await asyncio.gather(*(task for task in tasks if task is not None))
+
+
+@pytest.fixture
+def proxies(echo: int) -> Iterator[LinkProxies]:
+    """Gone before whoever they lead to: they look whether it still listens."""
+    with LinkProxies() as proxies:
+        yield proxies
 
 
 Ends = tuple[asyncio.StreamReader, asyncio.StreamWriter]
