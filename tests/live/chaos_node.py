@@ -22,6 +22,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import TypeVar
 
@@ -141,6 +142,8 @@ def announce_only_what_the_operator_says() -> None:
 
 def serve(orders: Path, arguments: Sequence[str], home: Path, folder: Path) -> None:
     """Runs ``fusion-node`` with these arguments in this process, which is its own: see ``NodeFork``."""
+    # With this end of its pipe in our hands, the server of forks would outlive the test run, and we that server.
+    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
     die_with_parent()
     os.environ.update(environment(home))
     sys.stdout.flush()
