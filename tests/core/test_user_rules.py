@@ -15,9 +15,7 @@ ANNA, BERT, CLEO = (Identity.from_seed(bytes([number]) * 32).peer_id for number 
 
 
 def candidate(peer: PeerId, *, operator: str = "", region: str = "", price: float = 0.0) -> Candidate:
-    return Candidate(
-        peer, LayerRange(0, 1), Speed(1e-3, 1e-3, 1e-3), 64, operator=operator, region=region, price=price
-    )
+    return Candidate(peer, LayerRange(0, 1), Speed(1e-3, 1e-3, 1e-3), 64, operator=operator, region=region, price=price)
 
 
 def allowed(rules: UserRules, *among: Candidate) -> list[PeerId]:
