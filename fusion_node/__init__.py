@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fusion_node.client.sampling import SamplingParams
-    from fusion_node.client.swarm import Generation, GenerationStats, StageReport, SwarmClient
+    from fusion_node.client.swarm import Generation, GenerationStats, RepairReport, StageReport, SwarmClient
     from fusion_node.client.sync import SyncGeneration, SyncSwarmClient
     from fusion_node.client.user_rules import UserRules
     from fusion_node.errors import FusionError
@@ -23,6 +23,7 @@ _HOMES = {
     "Generation": "fusion_node.client.swarm",
     "GenerationStats": "fusion_node.client.swarm",
     "ModelStore": "fusion_node.store",
+    "RepairReport": "fusion_node.client.swarm",
     "SamplingParams": "fusion_node.client.sampling",
     "StageReport": "fusion_node.client.swarm",
     "SwarmClient": "fusion_node.client.swarm",
@@ -36,6 +37,7 @@ __all__ = [
     "Generation",
     "GenerationStats",
     "ModelStore",
+    "RepairReport",
     "SamplingParams",
     "StageReport",
     "SwarmClient",

@@ -1,6 +1,7 @@
 """How an answer survives its stages: who is at fault, what is done about it, and what has to be computed again.
 
-Four parts that know nothing of one another, all plain values:
+Four parts that know nothing of one another, all plain values, in one file of above 600 lines because each is only
+understood beside the others:
 
 * ``replay_orders`` says which rows have to be handed on by whom, so that after a stage was replaced every stage has
   applied every entry of the session's log, in order and exactly once, and the user has every result. ``Orders`` sends

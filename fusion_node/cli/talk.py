@@ -255,12 +255,29 @@ def describe(stats: GenerationStats) -> dict[str, Any]:
             }
             for stage in stats.stages
         ],
+        "repairs": [
+            {
+                "kind": repair.kind,
+                "stage": repair.stage,
+                "peer": repair.peer,
+                "cause": repair.cause,
+                "stall_s": repair.stall_s,
+                "replayed_positions": repair.replayed_positions,
+                "replayed_bytes": repair.replayed_bytes,
+            }
+            for repair in stats.repairs
+        ],
     }
 
 
 def summary(stats: GenerationStats) -> str:
-    """The statistics of an answer in one line for people."""
+    """The statistics of an answer for people: one line, and one for each repair."""
     speed = "" if stats.tokens_per_s is None else f", {stats.tokens_per_s:.1f} tokens/s"
     first = "" if stats.time_to_first_token_s is None else f", first token after {stats.time_to_first_token_s:.2f} s"
     nodes = " → ".join(f"{short(stage.peer)} [{stage.layers}]" for stage in stats.stages)
-    return f"{stats.completion_tokens} tokens{speed}{first}, over {nodes}"
+    repaired = "".join(
+        f"\n{repair.kind}: stage {repair.stage + 1} {short(repair.peer)} ({repair.cause}), stood still for "
+        f"{repair.stall_s:.2f} s, {repair.replayed_positions} positions computed again"
+        for repair in stats.repairs
+    )
+    return f"{stats.completion_tokens} tokens{speed}{first}, over {nodes}{repaired}"

@@ -154,17 +154,29 @@ class AnswerShell:
     def _on_message(self, peer: PeerId, message: AnyMessage, payload: memoryview) -> None:
         self._incoming = (message.tensor, payload) if isinstance(message, StepResult) else None
         self.core.receive(message, source=peer, now=self._now())
-        self._pump()
+        self._pump_or_end()
         self._incoming = None
 
     def _on_lost(self, peer: PeerId | None, error: FusionError) -> None:
         """``peer`` None: all of them, because the connection itself is closed."""
         self.core.link_closed(peer or PeerId(""), error, now=self._now())
-        self._pump()
+        self._pump_or_end()
 
     def _on_timer(self) -> None:
         self.core.handle_timer(now=self._now())
+        self._pump_or_end()
+
+    def _pump_or_end(self) -> None:
+        """For calls from elsewhere: an error of ours is this answer's, and not its caller's."""
+        try:
+            self._pump()
+        except FusionError as error:
+            self._end(error)
+
+    def _end(self, error: BaseException) -> None:
+        self.core.close(retain=False, now=self._now())
         self._pump()
+        self._results.put_nowait(error)
 
     # what the core says
 
@@ -341,9 +353,7 @@ class AnswerShell:
         """What goes wrong here that is nobody else's fault ends the answer as it is."""
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and not self._is_over:
-            self.core.close(retain=False, now=self._now())
-            self._pump()
-            self._results.put_nowait(error)
+            self._end(error)
 
     def _now(self) -> MonotonicS:
         return MonotonicS(self._loop.time())

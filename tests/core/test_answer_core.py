@@ -276,6 +276,7 @@ def test_nobody_left_is_a_named_error_within_patience() -> None:
     assert isinstance(user.error, NoRoute)
     assert isinstance(user.error.__cause__, PeerError)
     assert user.error.__cause__.peer == nodes[1].peer
+    assert str(user.error) == f"{user.error.__cause__}; and nobody is there"
     assert user.tokens == EXPECTED[:4]
     assert world.now < 1000.0 + 20.0
 
@@ -337,7 +338,7 @@ def test_all_nodes_are_free_again_when_the_answer_is_over() -> None:
         assert node.serving.admission.sessions == []
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", [*range(60), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(60, 1060))])
 def test_any_faults_at_any_time_give_the_same_tokens_or_a_named_error(seed: int) -> None:
     rng = random.Random(seed)
     world, nodes, spare = world_of_three(seed, num_spare=2)

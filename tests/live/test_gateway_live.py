@@ -142,8 +142,8 @@ async def test_gateway_answers_leaves_nothing_behind_and_tells_when_a_node_dies(
         with pytest.raises(openai.APIError, match="peer") as died:
             async for _ in dying:
                 pass
-        assert time.monotonic() - began < 10
-        assert died.value.code == "node_failed"
+        assert time.monotonic() - began < 30
+        assert died.value.code == "no_route"  # nobody else serves its layers
 
         gateway.process.send_signal(signal.SIGTERM)
         async with asyncio.timeout(15):

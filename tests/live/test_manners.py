@@ -133,7 +133,7 @@ async def test_user_who_knows_the_node_is_refused_with_its_reason(client: SwarmC
 
 async def test_pause_now_ends_a_running_answer_with_the_reason(client: SwarmClient, home: Path) -> None:
     params = SamplingParams(max_tokens=600, ignore_eos=True)
-    with pytest.raises(PeerError, match="paused by its operator"):
+    with pytest.raises(FusionError, match="paused by its operator"):  # and nobody else serves its layers
         async with asyncio.timeout(60.0):
             generation = client.generate("Once upon a time", params, raw=True)
             async for _ in generation:
