@@ -119,7 +119,9 @@ async def measure(topology: Topology, home: Path) -> dict[str, Any]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         swarm = stack.enter_context(chaos_swarm(home, folder))
         emulate(swarm, topology, [f"node{number}" for number in range(len(topology.stages))])
-        await asyncio.to_thread(swarm.start, *topology.stages)
+        for layers in topology.stages:
+            # One after the other: elsewhere, no node measures its speed while others of this machine begin.
+            await asyncio.to_thread(swarm.start, layers)
         connection = await stack.enter_async_context(WatchedConnection(swarm.addresses, mdns=False))
         client = await stack.enter_async_context(
             SwarmClient(MODEL, home=home, mdns=False, threads=1, prefix_cache=False, connection=connection)

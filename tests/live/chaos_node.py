@@ -27,10 +27,12 @@ from pathlib import Path
 from typing import TypeVar
 
 import msgspec
+import multiaddr
 import structlog
 
 from fusion_node.types import PeerId
 from p2p.connection import Connection, Payload, route
+from p2p.libp2p_adapter import hardening
 from p2p.links import LinkPool
 from p2p.messages import DTYPE_BYTES, AnyMessage, Step, StepResult, TensorMeta
 from p2p.reachability import Reachability
@@ -140,6 +142,12 @@ def announce_only_what_the_operator_says() -> None:
     Reachability._candidates = by_operator  # type: ignore[method-assign]
 
 
+def advertise_only(announced: Sequence[str]) -> None:
+    """libp2p's identify tells peers nothing else either: they would have a way around the proxies."""
+    told = [multiaddr.Multiaddr("/ip4/{}/tcp/{}".format(*each.rsplit(":", 1))) for each in announced]
+    hardening._advertised = lambda candidates: list(told)
+
+
 def serve(orders: Path, arguments: Sequence[str], home: Path, folder: Path) -> None:
     """Runs ``fusion-node`` with these arguments in this process, which is its own: see ``NodeFork``."""
     # With this end of its pipe in our hands, the server of forks would outlive the test run, and we that server.
@@ -152,6 +160,9 @@ def serve(orders: Path, arguments: Sequence[str], home: Path, folder: Path) -> N
             os.dup2(file.fileno(), number)
     Spoiler(orders).install()
     announce_only_what_the_operator_says()
+    announced = [arguments[index + 1] for index, each in enumerate(arguments) if each == "--announce"]
+    if announced:
+        advertise_only(announced)
     sys.argv = ["fusion-node", *arguments]
     from fusion_node.cli.main import main
 

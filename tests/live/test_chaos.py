@@ -111,14 +111,6 @@ async def test_hurt_answer_equals_the_undisturbed_one(
     print(f"{fault} in {place}, stage {stage}: stood still for {trial.stall_s:.2f} s, {trial.causes}")
 
 
-async def test_two_stages_that_die_at_once_are_both_replaced(swarm: ChaosSwarm, undisturbed: Undisturbed) -> None:
-    async with user_of(swarm) as (client, connection):
-        whole, _ = await undisturbed.of(client, connection, GREEDY)
-        connection.when(nth_result(5), lambda: kill(serving(swarm, connection, 0), serving(swarm, connection, 1)))
-        assert (await answer_of(client, GREEDY)).tokens == whole.tokens
-        assert not connection.errors
-
-
 async def test_answer_of_whose_layers_nobody_is_left_ends_with_a_named_error(
     swarm: ChaosSwarm, undisturbed: Undisturbed
 ) -> None:
@@ -135,6 +127,15 @@ async def test_answer_of_whose_layers_nobody_is_left_ends_with_a_named_error(
 
 
 # the rest takes longer
+
+
+@pytest.mark.slow
+async def test_two_stages_that_die_at_once_are_both_replaced(swarm: ChaosSwarm, undisturbed: Undisturbed) -> None:
+    async with user_of(swarm) as (client, connection):
+        whole, _ = await undisturbed.of(client, connection, GREEDY)
+        connection.when(nth_result(5), lambda: kill(serving(swarm, connection, 0), serving(swarm, connection, 1)))
+        assert (await answer_of(client, GREEDY)).tokens == whole.tokens
+        assert not connection.errors
 
 
 @pytest.mark.slow
