@@ -296,9 +296,13 @@ class Admission:
         session.lease_until = MonotonicS(now + LEASE_S)
 
     def keep(self, session: Session, *, now: MonotonicS) -> None:
-        """The session cannot go on as it is: its KV waits KEPT_S for a plan of a higher epoch."""
+        """The session cannot go on as it is: its KV waits for a plan of a higher epoch.
+
+        For KEPT_S, and as long as a lease that was signed says.
+        """
         session.state = SessionState.KEPT
-        session.kept_until = MonotonicS(now + KEPT_S)
+        signed_until = now if session.lease_envelope is None else session.lease_envelope[1]
+        session.kept_until = MonotonicS(max(now + KEPT_S, signed_until))
         session.resends.clear()
 
     def start_empty(self, session: Session) -> bool:

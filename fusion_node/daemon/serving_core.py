@@ -522,7 +522,9 @@ class Serving:
             self._commands.append(Send(peer, failed))
             return
         self.admission.renew(session, now=now)
-        lease_s, lease = self._lease(session, now)
+        # A new session is given back when its successor cannot be reached: nothing is promised before that is known.
+        is_promised = session.state is not SessionState.OPENING or not session.log.is_untouched
+        lease_s, lease = self._lease(session, now) if is_promised else (0.0, b"")
         progress = SessionProgress(
             session.key,
             session.plan.epoch,

@@ -6,6 +6,7 @@ that differs, comes twice or is left out is counted as wrong, whatever failed me
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,6 +46,10 @@ if TYPE_CHECKING:
 NODES_FRESH_S, AVOID_S = 10.0, 30.0
 """As of the client's router (fusion_node.client.routing)."""
 
+STALE_AFTER_S = 30.0
+"""Older than that, a patch is not made of nodes that were known when the answer began; the client looks around for
+alternates more often."""
+
 PLANNING_S = 0.02
 MEASURING_ROUND_TRIPS = 6
 """Of the slowest node that is waited for: a link, and three pings."""
@@ -79,15 +84,15 @@ class Request:
 
 
 class User(Host):
-    """One user, who has one question at a time."""
+    """One user, who has one question at a time; ``chance`` is its own."""
 
     def __init__(self, world: World, index: int, peer: PeerId, place: network.Place) -> None:
         super().__init__(index, peer, place)
         self._world = world
-        self._chance = random.Random(f"{world.settings.seed}/user/{index}")
+        self.chance = random.Random(f"{world.settings.seed}/user/{index}")
         self._sessions: dict[bytes, Request] = {}
         self._known: list[Known] = []
-        self._known_until = -1.0
+        self._known_until = self._measured_at = -math.inf
         self._avoid: dict[PeerId, float] = {}
         self._last_route: tuple[Place, ...] = ()
         self._last_step_s: float | None = None
@@ -97,7 +102,7 @@ class User(Host):
 
     def ask(self) -> None:
         """Begins a request."""
-        world, chance = self._world, self._chance
+        world, chance = self._world, self.chance
         settings = world.settings
         mean = max(1.0, settings.prompt_tokens / world.group)
         num_prompt = max(1, min(2048, int(chance.lognormvariate(0.0, 0.7) * mean / 1.28)))  # e^(0.7² / 2) = 1.28
@@ -157,7 +162,7 @@ class User(Host):
             )
         )
         if world.settings.think_s < 1e6:
-            world.heap.after(self._chance.expovariate(1.0) * world.settings.think_s + 0.1, self._ask_again)
+            world.heap.after(self.chance.expovariate(1.0) * world.settings.think_s + 0.1, self._ask_again)
 
     def _ask_again(self) -> None:
         if self.request is None and not self._world.is_closing:
@@ -249,7 +254,7 @@ class User(Host):
                 world.repaired(self, event)
             case PeerFailed(error):
                 self._avoid[PeerId(error.peer)] = world.heap.now + AVOID_S
-                self._known_until = -1.0
+                self._known_until = -math.inf
             case Failed(error):
                 self._end(request, type(error).__name__)
 
@@ -319,22 +324,24 @@ class User(Host):
             places, self._last_route = self._last_route, ()
             request.core.routed(wanted.number, places, now=self._now(), expected_step_s=self._last_step_s)
             return
-        if wanted.kind is RouteKind.WHOLE and self._world.heap.now >= self._known_until:
+        now = self._world.heap.now
+        if now >= (self._known_until if wanted.kind is RouteKind.WHOLE else self._measured_at + STALE_AFTER_S):
             delay_s += self._measure()
         self._world.heap.after(delay_s, self._route, request, wanted, present, True)
 
     def _goes_on(self) -> bool:
         """Whether this question belongs to the conversation of the last one, whose route still holds."""
         now = self._world.heap.now
-        if not self._last_route or self._chance.random() < 1 / self._world.settings.turns:
+        if not self._last_route or self.chance.random() < 1 / self._world.settings.turns:
             return False
         peers = [place.peer for place in self._last_route]
         return all(peer in self.links and self._avoid.get(peer, 0.0) <= now for peer in peers)
 
     def _measure(self) -> float:
         """Looks around; seconds that it takes."""
-        self._known = self._world.measure(self, self._chance)
-        self._known_until = self._world.heap.now + NODES_FRESH_S
+        self._known = self._world.measure(self, self.chance)
+        self._measured_at = self._world.heap.now
+        self._known_until = self._measured_at + NODES_FRESH_S
         slowest_s = max((each.round_trip_s for each in self._known), default=0.1)
         return min(MAX_MEASURING_S, MEASURING_ROUND_TRIPS * slowest_s)
 
@@ -350,7 +357,7 @@ class User(Host):
             self._world.heap.after(PLANNING_S + self._measure(), self._route, request, wanted, present, False)
             return
         else:
-            self._known_until = -1.0
+            self._known_until = -math.inf
             request.core.no_route(wanted.number, NoRoute("no usable node serves some layers"), now=self._now())
         self._pump(request)
 

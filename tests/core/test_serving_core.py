@@ -265,13 +265,22 @@ def test_lost_neighbour_leaves_the_session_kept_and_what_is_computed_is_finished
     assert nodes[1].outputs.num_positions((USER, KEY)) == 3
     feed(nodes[1], plan, entry(plan, 1, 3, 1))
     assert session_of(nodes[1]).log.next_sequence == 1
-    nodes[1].tick(KEPT_S - 1)
+    assert KEPT_S < LEASE_S  # which was signed when it was opened, and is not taken back
+    nodes[1].tick(LEASE_S - 1)
     nodes[1].receive(USER, SessionQuery(KEY, 0, 1))  # gives it no more time
-    assert only(nodes[1].told(SessionProgress)) == SessionProgress(KEY, 0, 1, 1, 1, 1.0, 0.0, b"0 1")
+    assert only(nodes[1].told(SessionProgress)) == SessionProgress(KEY, 0, 1, 1, 1, 1.0, 0.0, b"0 120")
     nodes[1].tick(1)
     assert failure(nodes[1]).code == "lease-expired"
     assert not nodes[1].admission.sessions
     assert len(nodes[1].outputs) == 0
+
+
+def test_new_session_has_no_lease_while_its_successor_is_dialled() -> None:
+    nodes = three()
+    node = nodes[1]
+    open_(node, plan_of(USER, nodes))
+    node.receive(USER, SessionQuery(KEY, 0, 1))
+    assert only(node.told(SessionProgress)) == SessionProgress(KEY, 0, 1, 0, 0, 0.0, 0.0, b"")
 
 
 def test_lost_user_ends_the_session() -> None:
