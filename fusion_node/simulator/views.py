@@ -139,7 +139,7 @@ def measured_lateness(seed: int, *, num_hosts: int, num_newcomers: int) -> list[
     for _ in range(num_newcomers):
         node = world.add(named=world.chance.sample([host for host in world.up() if host.shards], 3))
         began, waiting = world.now, list(users)
-        while waiting and world.now - began < 30.0:
+        while waiting and world.now - began < 90.0:
             world.run(0.1)
             late += [world.now - began for user in waiting if world.knows(user, node)]
             waiting = [user for user in waiting if not world.knows(user, node)]

@@ -338,7 +338,9 @@ def test_all_nodes_are_free_again_when_the_answer_is_over() -> None:
         assert node.serving.admission.sessions == []
 
 
-@pytest.mark.parametrize("seed", [*range(60), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(60, 1060))])
+@pytest.mark.parametrize(
+    "seed", [*range(60), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(60, 1060))]
+)
 def test_any_faults_at_any_time_give_the_same_tokens_or_a_named_error(seed: int) -> None:
     rng = random.Random(seed)
     world, nodes, spare = world_of_three(seed, num_spare=2)

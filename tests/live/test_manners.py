@@ -14,7 +14,7 @@ import pytest_asyncio
 from fusion_node.client.sampling import SamplingParams
 from fusion_node.client.swarm import SwarmClient
 from fusion_node.daemon.control import NodeState, PauseRequest, Phase, ask_nodes, known_peers
-from fusion_node.errors import PeerError
+from fusion_node.errors import FusionError
 from fusion_node.store import StoredModel
 from tests.live.swarm_process import MODEL, NodeProcess, run_cli
 
