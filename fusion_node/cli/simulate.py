@@ -41,6 +41,12 @@ def simulate(
     tokens_per_event: Annotated[
         int, typer.Option(help="Decoded tokens that one simulated step stands for: faster, and coarser.")
     ] = 1,
+    stage_layers: Annotated[
+        int, typer.Option(help="Stages begin at multiples of this: above 1 plans are found faster.")
+    ] = 1,
+    alternates: Annotated[
+        bool, typer.Option("--alternates/--no-alternates", help="Whether users keep warm alternates.")
+    ] = True,
     json_path: Annotated[Path | None, typer.Option("--json", metavar="PATH", help="Write all numbers there.")] = None,
     plots: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw pictures there; needs matplotlib.")] = None,
 ) -> None:
@@ -70,6 +76,8 @@ def simulate(
         partitions=tuple(parse_partition(text) for text in partition or ()),
         think_s=think,
         tokens_per_event=tokens_per_event,
+        stage_layers=stage_layers,
+        alternates=alternates,
     )
     settings.check()
     if plots is not None:
@@ -79,10 +87,15 @@ def simulate(
     began = time.perf_counter()
     world = World(settings)
     # What a world is made of stays: looking through all of it again and again would take longer than the events.
+    thresholds = gc.get_threshold()
     gc.collect()
     gc.freeze()
     gc.set_threshold(200_000, 20, 100)
-    world.run()
+    try:
+        world.run()
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)
     report = document(world, seconds=time.perf_counter() - began)
     print_report(report, Console())
     if json_path is not None:

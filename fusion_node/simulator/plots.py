@@ -112,7 +112,7 @@ def _stalls(pyplot: Any, world: World, path: Path) -> Path:
     if by_fault:
         axes.set_xscale("log")
         axes.xaxis.set_major_formatter(pyplot.FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.legend(title="the node was", loc="lower right", fontsize=9)
+        axes.legend(title="the node was", loc="upper left", fontsize=8)
     else:
         axes.text(0.5, 0.5, "no answer had to be repaired", ha="center", transform=axes.transAxes)
     axes.set(xlabel="seconds in which nothing came, until the answer went on", ylabel="repairs at most as long, %")

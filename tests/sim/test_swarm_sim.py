@@ -55,6 +55,8 @@ REGRESSIONS = (
     dataclasses.replace(ROUGH, seed=1, nodes=40, users=4, prompt_tokens=300.0, partitions=(), hangs_per_hour=0.0),
     # A session that was still opening had a lease, and was given back.
     dataclasses.replace(ROUGH, seed=2, nodes=24, users=3, answer_tokens=25.0, partitions=(Partition(60.0, 80.0, 0.3),)),
+    # A kept session had a lease of two minutes and was forgotten after half a minute.
+    *(dataclasses.replace(ROUGH, seed=seed, alternates=seed % 2 == 0) for seed in (1048, 1389, 1573)),
     # A step that stands for several tokens: its rounds held up the questions behind it, and nodes were called silent.
     dataclasses.replace(ROUGH, seed=4, tokens_per_event=4, model="llama-70b", nodes=40, answer_tokens=60.0),
 )
