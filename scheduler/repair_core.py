@@ -73,8 +73,9 @@ MAX_REPAIRS = 8
 """Without a result in between."""
 MAX_PATCHES = 4
 """Of them, before everything is computed again elsewhere: what fails so often fails for a reason that nobody sees."""
-MAX_OPEN_ATTEMPTS = 3
-"""Routes tried for an answer that has nothing yet."""
+MAX_OPEN_ATTEMPTS = 5
+"""Routes tried for an answer that has nothing yet. The only node of its layers that freezes and thaws costs three: for
+its silence, for its link, and for the new link that ends the session on its neighbours."""
 
 
 # what has to be computed again

@@ -10,6 +10,7 @@ import pytest
 from fusion_node.client.answer_core import Opened, Place, RepairKind, RowsWanted, StepDone, WantsRoute
 from fusion_node.client.session_core import Prefix
 from fusion_node.errors import LocalProtocolError, NoRoute, PeerError, PeerRefused, RemoteProtocolError
+from scheduler.repair_core import MAX_OPEN_ATTEMPTS
 from tests.core.answer_world import USER, Node, User, World, undisturbed
 
 PROMPT = list(range(100, 190))
@@ -315,7 +316,7 @@ def test_nodes_that_refuse_from_the_beginning_are_each_tried_and_told_of() -> No
     world.run(stop=lambda: user.is_done)
     assert isinstance(user.error, PeerRefused)
     assert user.error.peer == nodes[1].peer
-    assert user.num_sessions == 3
+    assert user.num_sessions == MAX_OPEN_ATTEMPTS
 
 
 def test_error_of_our_own_ends_the_answer_as_it_is_and_nobody_is_avoided() -> None:

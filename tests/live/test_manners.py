@@ -11,6 +11,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from fusion_node.client.connection import MeasuredNode
 from fusion_node.client.sampling import SamplingParams
 from fusion_node.client.swarm import SwarmClient
 from fusion_node.daemon.control import NodeState, PauseRequest, Phase, ask_nodes, known_peers
@@ -120,10 +121,11 @@ async def test_paused_node_is_no_part_of_the_swarm_until_it_is_resumed(
 
 async def test_user_who_knows_the_node_is_refused_with_its_reason(client: SwarmClient, home: Path) -> None:
     await answer(client)
+    nodes = await client.connection.measure(await client.connection.find(client.model.model_id))
     await command(home, "pause")
     asking = asyncio.create_task(answer(client))
     async with asyncio.timeout(20.0):
-        (status,) = await counters_when(client, "refused.paused")
+        (status,) = await counters_when(client, nodes, "refused.paused")
     assert status["refused.paused"] == 1
     assert status["kv_free_positions"] == 0
     # Who waits for a route has it as soon as the node serves again.
@@ -160,10 +162,9 @@ def highest_memory_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/status").read_text().split("VmHWM:")[1].split()[0]) * 1024
 
 
-async def counters_when(client: SwarmClient, name: str) -> list[dict[str, float]]:
-    """The counters of every connected node, once all have one of that name."""
+async def counters_when(client: SwarmClient, nodes: list[MeasuredNode], name: str) -> list[dict[str, float]]:
+    """The counters of these nodes, once all have one of that name."""
     while True:
-        nodes = client._nodes
         counters = [await client.connection.status_of(node) for node in nodes]
         if counters and all(name in each for each in counters):
             return counters

@@ -17,7 +17,8 @@ from p2p.records import NodeRecord
 from scheduler.topology import LegSource
 from tests.live.swarm_process import MODEL, Nodes, node_processes, run_cli
 
-pytestmark = pytest.mark.live
+# Nodes look around for the first time after seconds, and announce what they found in their next records.
+pytestmark = [pytest.mark.live, pytest.mark.slow]
 
 WITHIN_S = 90.0
 """Announcements are 20 s apart, and a record is asked for again when it is 30 s old; the rest is for busy machines."""
