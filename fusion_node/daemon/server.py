@@ -206,6 +206,10 @@ class NodeServer:
                     await self._gone.wait()
             except TimeoutError:
                 self.expire()
+                # Also of those that were told meanwhile that they may stay: whoever drains them cannot wait for that.
+                for session in filter(self._admission.holds, leaving):
+                    self._serving.end(session, code, reason)
+                self._carry_out()
 
     def hand_over(
         self, sessions: Iterable[Session] | None = None, *, grace_s: float, reason: str, code: str = DRAINING

@@ -42,6 +42,7 @@ from fusion_node.daemon.admission_core import (
 from fusion_node.daemon.output_log_core import OutputLog
 from fusion_node.engine.session_log_core import Duplicate, StepFault, StepRows
 from fusion_node.types import MonotonicS, PeerId
+from fusion_node.wire import MAX_PAYLOAD_BYTES
 from p2p.identity import short
 from p2p.messages import (
     DRAINING,
@@ -213,6 +214,8 @@ class Serving:
         self._wait_s = wait_s
         self._backlog_bytes = backlog_bytes
         self._commands: deque[Command] = deque()
+        self._unsent_bytes: Counter[PeerId] = Counter()
+        """Of rows that are handed on again and that the shell has not taken yet: no backlog knows of them."""
         self._waiting_for_link: dict[Session, None] = {}
         """With orders that wait until less is under way to the next stage."""
         self.retry_at: MonotonicS | None = None
@@ -418,7 +421,10 @@ class Serving:
 
     def next_command(self) -> Command | None:
         """Drained one by one, in order."""
-        return self._commands.popleft() if self._commands else None
+        if not self._commands:
+            self._unsent_bytes.clear()
+            return None
+        return self._commands.popleft()
 
     # opening and closing
 
@@ -631,7 +637,8 @@ class Serving:
             message.stop_stage is not None and not session.stage < message.stop_stage < len(session.plan.stages)
         )
         covers_nonsense = message.covers > message.num_positions or (message.covers == 0 and message.sequence > 0)
-        if ends_here or covers_nonsense or end > session.plan.max_positions:
+        num_bytes = message.num_positions * (row_bytes(self.encoding(session), self._row_size) or 0)
+        if ends_here or covers_nonsense or end > session.plan.max_positions or num_bytes > MAX_PAYLOAD_BYTES:
             self.end(session, "bad-resend", "an order that no stage of this plan can follow", culprit=peer)
         elif message.first_position < session.resent_positions:
             self.end(session, "bad-resend", "positions that were handed on again in this epoch", culprit=peer)
@@ -652,7 +659,7 @@ class Serving:
                 return
             if order.first_position + order.num_positions > self.outputs.num_positions(key):
                 return  # they are being computed, or will be
-            if self._backlog_bytes(session.next) > MAX_BACKLOG_BYTES:
+            if self._backlog_bytes(session.next) + self._unsent_bytes[session.next] > MAX_BACKLOG_BYTES:
                 self._waiting_for_link[session] = None
                 if self.retry_at is None:
                     self.retry_at = MonotonicS(now + RETRY_S)
@@ -678,6 +685,7 @@ class Serving:
             stop_stage=order.stop_stage,
         )
         rows = self.outputs.rows(_output_key(session), order.first_position, order.num_positions)
+        self._unsent_bytes[session.next] += step.tensor.num_bytes
         self._commands.append(SendRows(session, session.next, step, rows))
 
     # ends

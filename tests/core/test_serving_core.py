@@ -590,8 +590,34 @@ def test_rows_are_repeated_only_as_fast_as_the_next_stage_takes_them() -> None:
     assert not nodes[0].sent
     nodes[0].backlog = MAX_BACKLOG_BYTES
     nodes[0].tick(RETRY_S)
+    assert len(nodes[0].sent) == 1  # which is above the bound before the link knows of it
+    nodes[0].tick(RETRY_S)
     assert len(nodes[0].sent) == 2
     assert nodes[0].core.retry_at is None
+
+
+def test_orders_that_waited_do_not_all_go_at_once() -> None:
+    nodes = three()
+    later = resumed(nodes)
+    row_bytes = 16
+    nodes[0].backlog = MAX_BACKLOG_BYTES + 1
+    for position in range(4):
+        nodes[0].receive(USER, resend(1, position, position, 1))
+    nodes[0].backlog = MAX_BACKLOG_BYTES - row_bytes  # the second one is above the bound before the link knows of it
+    nodes[0].tick(RETRY_S)
+    assert len(nodes[0].sent) == 2
+    assert nodes[0].core.retry_at is not None
+    nodes[0].tick(RETRY_S)
+    assert len(nodes[0].sent) == 4
+    assert later.epoch == 1
+
+
+def test_order_of_more_than_a_frame_holds_ends_the_session() -> None:
+    nodes = three()
+    resumed(nodes)
+    nodes[0].core._row_size = 2**22  # of float32: four rows are twice a frame
+    nodes[0].receive(USER, resend(1, 0, 0, 4))
+    assert failure(nodes[0]).code == "bad-resend"
 
 
 def test_rows_that_are_retained_no_more_are_told_and_the_kv_is_kept() -> None:
