@@ -36,6 +36,7 @@ def test_nodes_that_join_at_once_take_different_layers(
         assert held == ["10:20", "20:30"]
 
 
+@pytest.mark.slow  # a minute and a half: a node has to serve for some time before it may be moved
 def test_a_node_goes_over_to_layers_that_it_is_assigned_and_the_answer_stays_the_same(
     test_home: Path, builtin_model: StoredModel, tmp_path: Path
 ) -> None:
