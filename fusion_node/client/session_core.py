@@ -84,6 +84,9 @@ IN_FLIGHT_PER_STAGE = 2
 MAX_IN_FLIGHT = 12
 """Entries on their way. Two per stage keep all of them busy; 12 of 256 rows are less than a stage lets wait (4,096)."""
 
+MIN_RENEWAL_S = 1.0
+"""Between two renewals, however short a lease a stage grants: it must not make this program ask without a pause."""
+
 IDLE_RENEW_S = 600.0
 """So long leases are renewed while nobody asks for the next position: a reader may be slow, but not for ever."""
 
@@ -727,4 +730,4 @@ class SessionCore:
         since = self._renewed_at if self._last_result_at is None else self._last_result_at
         if self.state is SessionState.READY and self._renewed_at - since > IDLE_RENEW_S:
             return None
-        return MonotonicS(self._renewed_at + self._lease_s / 2)
+        return MonotonicS(self._renewed_at + max(self._lease_s / 2, MIN_RENEWAL_S))

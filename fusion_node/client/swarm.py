@@ -298,7 +298,8 @@ class SwarmClient:
         all_ids = list(ids)
         answer = Answer(ids=all_ids, all_ids=all_ids, num_prompt=len(ids))
         if self._prefixes is not None:
-            while (other := self._prefixes.find_opening(ids)) is not None:
+            # One that has been, and is computed anew over another route, is not waited for: its event is set already.
+            while (other := self._prefixes.find_opening(ids)) is not None and not other.prefilled.is_set():
                 await other.prefilled.wait()
             stack.enter_context(self._remembered(self._prefixes, answer))
         return answer

@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
 from fusion_node.client.answer_core import Opened, Place, RepairKind, RowsWanted, StepDone, WantsRoute
 from fusion_node.client.session_core import Prefix
 from fusion_node.errors import LocalProtocolError, NoRoute, PeerError, PeerRefused, RemoteProtocolError
+from fusion_node.types import PeerId
+from p2p.messages import SessionOpened, SessionProgress, SessionQuery
 from scheduler.repair_core import MAX_OPEN_ATTEMPTS
 from tests.core.answer_world import USER, Node, User, World, undisturbed
 
@@ -307,6 +310,24 @@ def test_node_that_always_fails_is_given_up_with_its_error() -> None:
     assert isinstance(user.error, RemoteProtocolError)
     assert user.error.peer == nodes[2].peer
     assert user.tokens == EXPECTED[:4]
+
+
+def test_stage_with_leases_of_no_length_does_not_have_the_user_ask_without_a_pause() -> None:
+    world, nodes, _ = world_of_three(num_spare=0)
+    send, num_queries = world.send, 0
+
+    def shorten(source: PeerId, target: PeerId, message: object, rows: tuple[int, ...] = ()) -> bool:
+        nonlocal num_queries
+        num_queries += isinstance(message, SessionQuery)
+        if source == nodes[1].peer and isinstance(message, SessionOpened | SessionProgress):
+            message = msgspec.structs.replace(message, lease_s=1e-9)
+        return send(source, target, message, rows)
+
+    world.send = shorten  # type: ignore[method-assign]
+    user = world.answer(PROMPT, NUM_TOKENS)
+    world.run(stop=lambda: user.is_done)
+    assert user.tokens == EXPECTED
+    assert num_queries <= 3 * (world.now - 1000.0 + 1.0)
 
 
 def test_nodes_that_refuse_from_the_beginning_are_each_tried_and_told_of() -> None:

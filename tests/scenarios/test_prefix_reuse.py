@@ -6,13 +6,19 @@ The measure: the answer is the one that a session from nothing gives, and the no
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from fusion_node.client.answer_routes import Answer as RunningAnswer
 from fusion_node.client.connection import SwarmConnection
+from fusion_node.client.prefix_cache_core import PrefixCache
 from fusion_node.client.session_core import Prefix, SessionCore
+from fusion_node.client.swarm import SwarmClient
 from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.numerics import numerics_class
 from fusion_node.types import LayerRange
@@ -300,3 +306,17 @@ async def test_prefix_that_is_declined_where_nothing_else_fits_ends_the_session(
     assert (failed.session, failed.code) == (plan.session, "no-memory")
     assert node.num_sessions == 1
     node.admission.check_integrity()
+
+
+async def test_answer_that_is_computed_anew_does_not_hold_up_those_that_begin_like_it() -> None:
+    ids = list(range(64))
+    first = RunningAnswer(ids=ids, all_ids=ids, num_prompt=64)
+    prefixes: PrefixCache[RunningAnswer] = PrefixCache()
+    prefixes.begin(first)
+    first.session = bytes(16)
+    first.prefilled.set()  # its first token is out
+    first.num_computed = 0  # and a new session over another route begins
+    client = SimpleNamespace(_prefixes=prefixes, _remembered=lambda *_: contextlib.nullcontext())
+    async with AsyncExitStack() as stack:
+        second = await SwarmClient._begin(client, stack, list(range(64)))  # type: ignore[arg-type]
+    assert second is not first
