@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from scheduler.leg_table import Floats
-from scheduler.route_search import Bools, Budget, Costs, Found, Goal, Ints, Space, Stretch, best, measure
+from scheduler.route_search import Bools, Budget, Costs, Found, Goal, Ints, Space, Stretch, best, cheapest, measure
 
 SIZES = (64, 256)
 """Nodes that are searched first, and then: those through which the shortest routes lead. A search for a sum goes on
@@ -159,6 +159,7 @@ class _Branching:
         self._priced, self._credit = space, 0.0
         self._budget, self._tries = budget, MAX_TRIES
         self._winner: Found | None = None
+        self._is_affordable = True
         self._counter = itertools.count()
         self._least_open = math.inf
         if hint is not None:
@@ -170,6 +171,8 @@ class _Branching:
             return Outcome(self._winner, math.inf if self._winner is None else self._winner.value)
         if self._limits.breach(first.stretches) is not None:
             self._seek(first)
+            if not self._is_affordable:
+                return Outcome(None, math.inf)
             first = self._relaxed(self._space.allowed) or first
         heap: list[tuple[float, int, Bools, Found]] = []
         self._file(heap, self._space.allowed, first)
@@ -252,6 +255,8 @@ class _Branching:
         if self._limits.max_price is None:
             self._try_rate(0.0)
             return
+        if not self._afford(self._limits.max_price):
+            return
         low, high = 0.0, first.seconds / max(self._limits.price(first.stretches), 1e-30)
         best_rate, best_bound = 0.0, first.bound
         dear, cheap = first, None
@@ -272,6 +277,25 @@ class _Branching:
             self._cross(dear, cheap)
             self._cross(cheap, dear)
         self._set_rate(best_rate)
+
+    def _afford(self, max_price: float) -> bool:
+        """Whether any route may be cheap enough; the cheapest one is kept if it keeps all other rules too."""
+        real = self._space.seconds
+        seconds = Costs(
+            enter=_free(real.enter),
+            hand=_free(real.hand),
+            leave=_free(real.leave),
+            fixed=np.full_like(real.fixed, _ROUNDING),
+            layer=self._limits.prices,
+        )
+        space = Space(seconds, self._space.busy, self._space.allowed, self._space.cuts)
+        max_stages = self._limits.max_stages
+        kept = cheapest(space, max_stages=max_stages, exclusive=self._limits.exclusive)
+        if kept is not None and self._limits.breach(kept.stretches) is None:
+            self._consider(self._really(kept, -math.inf))
+        least = cheapest(space, max_stages=max_stages)
+        self._is_affordable = least is not None and self._limits.price(least.stretches) <= max_price * (1 + _ROUNDING)
+        return self._is_affordable
 
     def _cross(self, one: Found, other: Found) -> None:
         """Takes one route up to some layer and another one from there on.
@@ -366,6 +390,11 @@ def _only(allowed: Bools, node: int, start: int, stop: int) -> Bools:
     case[:, start:stop] = False
     case[node, start:stop] = True
     return case
+
+
+def _free(legs: Floats) -> Floats:
+    """The same ways at no cost."""
+    return np.where(np.isinf(legs), math.inf, 0.0)
 
 
 def _numbered(found: Found, numbers: Ints) -> Found:

@@ -396,6 +396,27 @@ def test_every_candidate_serves_or_is_told_why_and_by_how_much_at_least(seed: in
             assert best - value_of(found.cost, objective) >= rejection.excess_s - 1e-7
 
 
+@pytest.mark.parametrize("seed", [272, 365])
+def test_the_only_route_within_a_price_is_found_however_much_slower_it_is(seed: int) -> None:
+    # These were missed: for the first token of a long prompt, no rate of the price that was tried was high enough.
+    rng = random.Random(seed)
+    num_layers = rng.randrange(3, 7)
+    nodes, legs = random_swarm(rng, rng.randrange(3, 7), num_layers)
+    work = Workload(100, prompt_tokens=700, row_bytes=1e4, step_rows=rng.choice([1, 8]))
+    rules = Rules(max_route_price=5.0)
+    best = exhaustive(nodes, legs, num_layers, work, Objective.FIRST_TOKEN, rules)
+    found = planned(*nodes, legs=legs, layers=num_layers, work=work, objective=Objective.FIRST_TOKEN, rules=rules)
+    assert best is not None
+    assert found.cost.time_to_first_token_s == pytest.approx(best, rel=0.2)
+
+
+def test_that_no_route_is_cheap_enough_is_proven() -> None:
+    dear = [node("d", 0, 30, price=1.0), node("e", 0, 30, price=2.0)]
+    gap = plan(*dear, rules=Rules(max_route_price=29.0), objective=Objective.THROUGHPUT)
+    assert isinstance(gap, Uncovered)
+    assert gap.is_proven
+
+
 def test_the_order_of_candidates_changes_nothing() -> None:
     rng = random.Random(5)
     nodes, legs = random_swarm(rng, 30, 12)
