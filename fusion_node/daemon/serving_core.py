@@ -496,6 +496,7 @@ class Serving:
                 ),
             )
         )
+        self._serve_resends(session, now)
 
     def _close(self, peer: PeerId, message: CloseSession, now: MonotonicS) -> None:
         session = self.admission.close(

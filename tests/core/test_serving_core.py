@@ -200,6 +200,18 @@ def test_rows_of_several_entries_are_handed_on_again_as_one() -> None:
     ]
 
 
+def test_order_that_came_before_the_link_to_the_next_stage_is_followed_when_that_is_there() -> None:
+    nodes = three()
+    plan = opened(nodes)
+    feed(nodes[0], plan, entry(plan, 0, 0, 8))
+    open_(nodes[0], plan_of(USER, nodes, 1), resumes=True)
+    nodes[0].sent.clear()
+    nodes[0].receive(USER, resend(1, 0, 0, 8))
+    assert not nodes[0].sent
+    nodes[0].connected()
+    assert [type(message) for _, message, _ in nodes[0].sent] == [SessionOpened, Step]
+
+
 def test_order_for_rows_that_are_not_computed_yet_waits_for_them_and_so_do_those_behind_it() -> None:
     nodes = three()
     plan = opened(nodes)
