@@ -103,6 +103,7 @@ class Session:
         next: who gets the results; the user after the last stage.
         reused_positions: of another session, with which this one begins.
         num_queued_rows: rows that wait for the device.
+        num_queued_before: those of them that came under earlier plans.
         num_computed: committed positions whose KV has been computed and is written no more.
         num_done: entries that were computed, as the sequence of the next one.
         kept_until: set while the state is KEPT.
@@ -124,6 +125,7 @@ class Session:
     lease_until: MonotonicS
     reused_positions: int = 0
     num_queued_rows: int = 0
+    num_queued_before: int = 0
     num_computed: int = 0
     num_done: int = 0
     state: SessionState = SessionState.OPENING
@@ -435,6 +437,7 @@ class Admission:
 
     def _adopt(self, session: Session, plan: Plan, stage: int, now: MonotonicS) -> None:
         session.plan, session.stage = plan, stage
+        session.num_queued_before = session.num_queued_rows
         session.state, session.kept_until = SessionState.OPENING, None
         session.resends.clear()
         session.resent_positions = 0

@@ -278,7 +278,7 @@ class Serving:
 
     def take_step(self, session: Session, message: Step, *, now: MonotonicS) -> ServedStep | None:
         """The rows of a Take are there and fit to compute with; None when there is nothing to compute after all."""
-        session.num_queued_rows -= message.tensor.num_rows  # until the log says that they are to be computed
+        _leaves_queue(session, message)  # until the log says that they are to be computed
         if not self._takes(session, message.epoch):
             self.counters["steps_without_session"] += 1
             return None
@@ -320,14 +320,14 @@ class Serving:
 
     def rows_unfit(self, session: Session, message: Step, reason: str, *, now: MonotonicS) -> None:
         """The rows of a Take are none that may come: before the step has any part in a forward."""
-        session.num_queued_rows -= message.tensor.num_rows
+        _leaves_queue(session, message)
         if self._takes(session, message.epoch):
             self._blame(session, "bad-rows", reason, culprit=session.previous, now=now)
 
     def step_computed(self, step: ServedStep, payload: Payload, timing: StageTiming, *, now: MonotonicS) -> None:
         """All rows of a step are computed, and ``payload`` holds those that go out."""
         session, message = step.session, step.message
-        session.num_queued_rows -= message.tensor.num_rows
+        _leaves_queue(session, message)
         if not self.admission.holds(session):
             return
         session.num_computed = step.rows.num_final
@@ -569,8 +569,14 @@ class Serving:
             self.counters["steps_without_session"] += 1
             return
         problem = self._problem_with(session, message)
+        num_rows, waiting = message.tensor.num_rows, session.num_queued_rows
         if problem is not None:
             self._blame(session, *problem, culprit=peer, now=now)
+        elif waiting + num_rows > MAX_QUEUED_ROWS:
+            # Not the stage before is at fault for what came under an earlier plan, perhaps from another.
+            culprit = peer if waiting - session.num_queued_before + num_rows > MAX_QUEUED_ROWS else ""
+            reason = f"more than {MAX_QUEUED_ROWS} rows wait for the device"
+            self._blame(session, "flooded", reason, culprit=culprit, now=now)
         elif message.sequence + message.covers <= session.next_taken and message.covers:
             self.counters["steps_duplicate"] += 1  # before its rows cost anything
         elif session.is_resumed and _is_early(session, message):
@@ -615,8 +621,6 @@ class Serving:
             return "bad-timings", "a step has one timing per stage behind it"
         if message.stop_stage is not None and not session.stage <= message.stop_stage < len(session.plan.stages):
             return "bad-stop", "a step ends at no stage that is still before it"
-        if session.num_queued_rows + message.tensor.num_rows > MAX_QUEUED_ROWS:
-            return "flooded", f"more than {MAX_QUEUED_ROWS} rows wait for the device"
         return None
 
     def _retain(self, step: ServedStep, payload: Payload) -> None:
@@ -691,8 +695,8 @@ class Serving:
 
     # ends
 
-    def _blame(self, session: Session, code: str, reason: str, *, culprit: PeerId, now: MonotonicS) -> None:
-        """A peer has erred or is gone. Where that is the user, there is nobody to keep the session for."""
+    def _blame(self, session: Session, code: str, reason: str, *, culprit: str, now: MonotonicS) -> None:
+        """A peer has erred or is gone, or nobody has: the session is kept, unless its user is the one."""
         if culprit == session.user:
             self.end(session, code, reason, culprit=culprit)
         else:
@@ -724,6 +728,12 @@ class Serving:
     def _tell_failed(self, session: Session, code: str, reason: str, culprit: str, *, is_kept: bool) -> None:
         message = SessionFailed(session.key, session.plan.epoch, session.stage, code, reason[:500], culprit, is_kept)
         self._commands.append(Send(session.user, message))
+
+
+def _leaves_queue(session: Session, message: Step) -> None:
+    session.num_queued_rows -= message.tensor.num_rows
+    if message.epoch < session.plan.epoch:
+        session.num_queued_before -= message.tensor.num_rows
 
 
 def _is_early(session: Session, message: Step) -> bool:

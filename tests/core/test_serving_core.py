@@ -709,6 +709,22 @@ def test_rows_that_wait_for_the_device_are_bounded_in_a_replay_too() -> None:
     assert failure(nodes[2]).code == "flooded"
 
 
+def test_rows_of_an_earlier_plan_that_wait_for_the_device_are_nobodys_fault() -> None:
+    nodes = three()
+    for node in nodes:
+        node.admission.blocks = Node(OTHER, LayerRange(0, 1), num_blocks=2000).admission.blocks
+    plan = opened(nodes, max_positions=5000)
+    feed(nodes[2], plan, entry(plan, 0, 0, MAX_QUEUED_ROWS - 10, want=()), computes=False)
+    later = plan_of(USER, nodes, 1, max_positions=5000)
+    open_(nodes[2], later, resumes=True)
+    nodes[2].sent.clear()
+    feed(nodes[2], later, entry(later, 1, MAX_QUEUED_ROWS - 10, 20, want=(), stop_stage=2), computes=False)
+    failed = failure(nodes[2])
+    assert (failed.code, failed.culprit, failed.is_kept) == ("flooded", "", True)
+    nodes[2].compute()
+    assert (session_of(nodes[2]).num_queued_rows, session_of(nodes[2]).num_queued_before) == (0, 0)
+
+
 # beginning like an earlier session
 
 
