@@ -42,8 +42,8 @@ MAX_QUEUED_ROWS = 4096
 
 
 RESUMES_AT_ONCE = 8
-"""Plans of higher epochs that a session adopts in a row, and then one every RESUME_INTERVAL_S. More than a user that
-finds a stage dead needs; each costs a look at a signature, and perhaps a dial."""
+"""Plans of higher epochs that a session adopts in a row, or is replaced for, and then one every RESUME_INTERVAL_S. More
+than a user that finds a stage dead needs; each costs a look at a signature, and perhaps a dial."""
 
 RESUME_INTERVAL_S = 1.0
 
@@ -252,13 +252,15 @@ class Admission:
         layers = self._check(message, plan, source)
         if isinstance(layers, Refused):
             return self._count(layers)
-        held = self._sessions.get(message.session)
+        held, resumable_from = self._sessions.get(message.session), 0.0
         is_resumed = message.resumes and held is not None and held.user == source and message.epoch > held.plan.epoch
         if held is not None and is_resumed:
+            resumable_from = max(held.resumable_from, now) + RESUME_INTERVAL_S
             if held.resumable_from > now + (RESUMES_AT_ONCE - 1) * RESUME_INTERVAL_S:
                 return self._count(Refused(RefusalCode.TOO_OFTEN, "too many plans for one session; wait a moment"))
             if (held.layers, held.plan.wire, held.plan.max_positions) == (layers, plan.wire, plan.max_positions):
                 self._adopt(held, plan, message.stage, now)
+                held.resumable_from = resumable_from
                 return held
         crowded = self._check_room(message, source, is_resumed=is_resumed)
         if crowded is not None:
@@ -277,6 +279,7 @@ class Admission:
             lease_until=MonotonicS(now + LEASE_S),
             reused_positions=reused,
             num_computed=reused,
+            resumable_from=resumable_from,
         )
         self._sessions[message.session] = session
         return session
@@ -441,7 +444,6 @@ class Admission:
         session.state, session.kept_until = SessionState.OPENING, None
         session.resends.clear()
         session.resent_positions = 0
-        session.resumable_from = max(session.resumable_from, now) + RESUME_INTERVAL_S
         session.lease_envelope = None
         self.renew(session, now=now)
 

@@ -5,13 +5,13 @@ the plan in force puts in front. What a session handed on is kept, as far as the
 it can be handed on again. A neighbour that is lost, or that errs, ends no session: its KV is kept for KEPT_S, for a
 plan of a higher epoch to adopt it. A fault of this node is told as such and as nobody else's. A query is answered in
 the call in which it comes. What strangers can make this node keep or send is bounded: MAX_QUEUED_ROWS of a session wait
-for the device, MAX_RESENDS orders wait, a position is sent again once per epoch, and only while MAX_BACKLOG_BYTES at
-most wait for the next stage.
+for the device, MAX_RESENDS orders wait, MAX_DIALS next stages are dialled at once and MAX_DIALS_OF_USER for a user, a
+position is sent again once per epoch, and only while MAX_BACKLOG_BYTES at most wait for the next stage.
 
-Assumes: one caller; ``now`` never goes back. The shell carries out the commands in their order; for every Take it calls
-``take_step`` or ``rows_unfit``, and for every ServedStep that it got ``step_computed`` or ``end``; both in order within
-a session, and never for one that it was told to forget. Payloads are anything with a length; only the output log's
-``join`` looks into them.
+Assumes: one caller; ``now`` never goes back. The shell carries out the commands in their order; for every Connect it
+calls ``successor_connected`` or ``successor_unreachable``, for every Take ``take_step`` or ``rows_unfit``, and for
+every ServedStep that it got ``step_computed`` or ``end``; both in order within a session, and never for one that it was
+told to forget. Payloads are anything with a length; only the output log's ``join`` looks into them.
 
 States of a session: see admission_core. Timers: those of admission_core, and RETRY_S while orders wait for the link to
 the next stage; seconds of the monotonic clock.
@@ -90,6 +90,13 @@ RETRY_S = 0.05
 
 LEASE_REUSE_S = 10.0
 """So old may a signed lease be that is told again: a query costs no signature then."""
+
+MAX_DIALS_OF_USER = 8
+"""To next stages, at once; what is more waits its turn. One to a stage that is connected ends at once, and to a host
+that does not answer after seconds."""
+
+MAX_DIALS = 64
+"""Of all users together: a node is not to be made to knock at many doors."""
 
 LEASE_EXPIRED = "lease-expired"
 
@@ -220,6 +227,11 @@ class Serving:
         """With orders that wait until less is under way to the next stage."""
         self.retry_at: MonotonicS | None = None
         self._num_early_rows = 0
+        self._dials: dict[tuple[Session, int], None] = {}
+        """Under way, by session and epoch."""
+        self._dials_of: Counter[PeerId] = Counter()
+        self._to_dial: dict[Session, Connect] = {}
+        """What waits for one of them to end."""
 
     # what comes from outside
 
@@ -255,11 +267,13 @@ class Serving:
 
     def successor_connected(self, session: Session, epoch: int, *, now: MonotonicS) -> None:
         """There is a link to the next stage of that epoch's plan."""
+        self._dialled(session, epoch)
         if self._is_opening(session, epoch):
             self._confirm(session, now)
 
     def successor_unreachable(self, session: Session, epoch: int, *, now: MonotonicS) -> None:
         """There is no link to the next stage of that epoch's plan: a new session is given back, an adopted one kept."""
+        self._dialled(session, epoch)
         if not self._is_opening(session, epoch):
             return
         # Not why: whoever writes the plan chooses the addresses, and would have us explore our network for them.
@@ -450,6 +464,7 @@ class Serving:
             self.counters["sessions_adopted"] += 1
             self._clear_early(session)
             self._waiting_for_link.pop(session, None)
+            self._to_dial.pop(session, None)
             if session.is_last:
                 self.outputs.drop(_output_key(session))
         else:
@@ -459,7 +474,27 @@ class Serving:
             self._confirm(session, now)
         else:
             place = session.plan.stages[session.stage + 1]
-            self._commands.append(Connect(session, session.plan.epoch, place))
+            self._to_dial[session] = Connect(session, session.plan.epoch, place)
+            self._dial()
+
+    def _dial(self) -> None:
+        """Dials for those that wait, the earliest first, as many as may be dialled at once."""
+        for session, command in list(self._to_dial.items()):
+            if len(self._dials) >= MAX_DIALS:
+                return
+            if self._dials_of[session.user] < MAX_DIALS_OF_USER:
+                del self._to_dial[session]
+                self._dials[session, command.epoch] = None
+                self._dials_of[session.user] += 1
+                self._commands.append(command)
+
+    def _dialled(self, session: Session, epoch: int) -> None:
+        if (session, epoch) in self._dials:
+            del self._dials[session, epoch]
+            self._dials_of[session.user] -= 1
+            if not self._dials_of[session.user]:
+                del self._dials_of[session.user]
+            self._dial()
 
     def _open_outputs(self, session: Session, prefix: bytes = b"") -> None:
         """Begins to retain; the last stage hands nothing on."""
@@ -707,6 +742,7 @@ class Serving:
         if self.admission.holds(session) and session.state is not SessionState.KEPT:
             self.counters["sessions_kept"] += 1
             self._clear_early(session)
+            self._to_dial.pop(session, None)
             self.admission.keep(session, now=now)
             self._tell_failed(session, code, reason, culprit, is_kept=True)
 
@@ -721,6 +757,7 @@ class Serving:
         session.resends.clear()
         self._clear_early(session)
         self._waiting_for_link.pop(session, None)
+        self._to_dial.pop(session, None)
         if not self.admission.knows(session.user, session.key):
             self.outputs.drop(_output_key(session))
         self._commands.append(Forget(session))

@@ -17,6 +17,8 @@ from fusion_node.daemon.serving_core import (
     LEASE_REUSE_S,
     MAX_ALL_EARLY_ROWS,
     MAX_BACKLOG_BYTES,
+    MAX_DIALS,
+    MAX_DIALS_OF_USER,
     MAX_EARLY_ROWS,
     MAX_RESENDS,
     RETRY_S,
@@ -523,6 +525,50 @@ def test_plans_for_one_session_are_adopted_at_a_bounded_rate() -> None:
     nodes[1].now += 1.0
     open_(nodes[1], plan_of(USER, nodes, 2**32 - 1), resumes=True)
     assert session_of(nodes[1]).plan.epoch == 2**32 - 1
+
+
+def test_plans_that_cannot_be_adopted_come_at_the_same_bounded_rate() -> None:
+    nodes = three()
+    opened(nodes)
+    for epoch in range(1, 5 * RESUMES_AT_ONCE):
+        open_(nodes[1], plan_of(USER, nodes, epoch, max_positions=100 - epoch % 2), resumes=True)
+    refused = nodes[1].told(SessionRefused)
+    assert len(refused) == 4 * RESUMES_AT_ONCE - 1
+    assert {m.code for m in refused if isinstance(m, SessionRefused)} == {"too-often"}
+
+
+def test_next_stages_are_dialled_few_at_a_time_and_the_others_in_their_turn() -> None:
+    nodes = three()
+    crowd = Node(PEERS[1], LayerRange(3, 5), num_blocks=10_000)
+    plans = [plan_of(USER, nodes, session=bytes([n]) * 16) for n in range(2 * MAX_DIALS_OF_USER)]
+    for plan in plans:
+        open_(crowd, plan)
+    assert len(crowd.connecting) == MAX_DIALS_OF_USER
+    theirs = plan_of(OTHER, nodes, session=b"x" * 16)
+    open_(crowd, theirs)  # another's does not wait for them
+    assert len(crowd.connecting) == MAX_DIALS_OF_USER + 1
+    waiting = plans[MAX_DIALS_OF_USER]
+    crowd.receive(USER, CloseSession(waiting.session, 0))  # nobody wants that one any more
+    crowd.connected(is_reachable=False)
+    assert crowd.connecting[-1].session.key == plans[MAX_DIALS_OF_USER + 1].session
+    while crowd.connecting:
+        crowd.connected()
+    assert len(crowd.told(SessionOpened)) == 2 * MAX_DIALS_OF_USER - 1
+
+
+def test_dials_of_all_users_together_are_bounded() -> None:
+    nodes = three()
+    crowd = Node(PEERS[1], LayerRange(3, 5), num_blocks=10_000)
+    number = 0
+    for user in PEERS[3:20]:
+        for _ in range(MAX_DIALS_OF_USER):
+            number += 1
+            open_(crowd, plan_of(user, nodes, session=number.to_bytes(16, "big")))
+    assert number > MAX_DIALS
+    assert len(crowd.connecting) == MAX_DIALS
+    while crowd.connecting:
+        crowd.connected()
+    assert len(crowd.told(SessionOpened)) == number
 
 
 def resumed(nodes: list[Node], num_positions: int = 8) -> Plan:
