@@ -85,11 +85,16 @@ class SessionState(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Grace:
-    """What a session still has on a node that leaves, and what its user is told when it is over."""
+    """What a session still has on a node that leaves, and what its user is told when it is over.
+
+    Attributes:
+        may_stay: it is taken back if the node goes on serving.
+    """
 
     until: MonotonicS
     code: str
     reason: str
+    may_stay: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -212,14 +212,26 @@ class NodeServer:
                 self._carry_out()
 
     def hand_over(
-        self, sessions: Iterable[Session] | None = None, *, grace_s: float, reason: str, code: str = DRAINING
+        self,
+        sessions: Iterable[Session] | None = None,
+        *,
+        grace_s: float,
+        reason: str,
+        code: str = DRAINING,
+        may_stay: bool = False,
     ) -> None:
-        """What ``drain_sessions`` begins with. The sessions end after ``grace_s`` if somebody calls ``expire``."""
-        self._serving.drain(now=self._now(), grace_s=grace_s, reason=reason, code=code, sessions=sessions)
+        """What ``drain_sessions`` begins with. The sessions end after ``grace_s`` if somebody calls ``expire``.
+
+        Args:
+            may_stay: unless somebody calls ``stay`` before.
+        """
+        self._serving.drain(
+            now=self._now(), grace_s=grace_s, reason=reason, code=code, sessions=sessions, may_stay=may_stay
+        )
         self._carry_out()
 
     def stay(self) -> None:
-        """The sessions that were to be handed over may stay."""
+        """The sessions that were to be handed over may stay; not those of ``drain_sessions``."""
         self._serving.stay()
 
     async def drain(self, *, timeout_s: float, grace_s: float = 0.0, hurry: asyncio.Event | None = None) -> None:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import msgspec
@@ -390,6 +390,7 @@ class Serving:
         reason: str,
         code: str = DRAINING,
         sessions: Iterable[Session] | None = None,
+        may_stay: bool = False,
     ) -> None:
         """Asks users to take their sessions elsewhere. They are served as before for ``grace_s``, then end.
 
@@ -397,20 +398,26 @@ class Serving:
 
         Args:
             sessions: these only; all if not given.
+            may_stay: ``stay`` takes it back, unless the session is drained for good as well.
         """
         until = MonotonicS(now + grace_s)
         for session in self.admission.sessions if sessions is None else sessions:
-            if not self.admission.holds(session) or (session.grace is not None and session.grace.until <= until):
+            before = session.grace
+            if not self.admission.holds(session):
                 continue
-            session.grace = Grace(until, code, reason)
+            if before is not None and before.until <= until:
+                session.grace = replace(before, may_stay=before.may_stay and may_stay)
+                continue
+            session.grace = Grace(until, code, reason, may_stay and (before is None or before.may_stay))
             session.lease_envelope = None
             message = SessionDraining(session.key, session.plan.epoch, session.stage, grace_s, reason[:500])
             self._commands.append(Send(session.user, message))
 
     def stay(self) -> None:
-        """Those that are still there need not go after all."""
+        """Those that are still there need not go after all, but those that were drained for good."""
         for session in self.admission.sessions:
-            session.grace = None
+            if session.grace is not None and session.grace.may_stay:
+                session.grace = session.lease_envelope = None
 
     # time and commands
 

@@ -787,7 +787,7 @@ class ServingNode:
         self._record_made_at = -math.inf  # whoever asks for the record is told at once
 
     def hand_over(self, reason: PauseReason, grace_s: float) -> None:
-        self._server.hand_over(grace_s=grace_s, reason=reason.in_words, code=reason.value)
+        self._server.hand_over(grace_s=grace_s, reason=reason.in_words, code=reason.value, may_stay=True)
 
     def stay(self) -> None:
         self._server.stay()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 
@@ -493,11 +494,33 @@ def test_drained_session_is_served_until_its_grace_is_over() -> None:
 def test_session_that_may_stay_after_all_is_not_ended() -> None:
     nodes = three()
     opened(nodes)
-    nodes[1].core.drain(now=nodes[1].now, grace_s=5.0, reason="paused")  # type: ignore[arg-type]
+    nodes[1].core.drain(now=nodes[1].now, grace_s=5.0, reason="paused", may_stay=True)  # type: ignore[arg-type]
+    nodes[1].receive(USER, SessionQuery(KEY, 0, 1))
+    nodes[1].sent.clear()
     nodes[1].core.stay()
+    nodes[1].receive(USER, SessionQuery(KEY, 0, 1))
+    answer = only(nodes[1].told(SessionProgress))
+    assert isinstance(answer, SessionProgress)
+    assert (answer.lease, answer.lease_s) == (b"0 120", LEASE_S)
     nodes[1].tick(6)
     assert session_of(nodes[1]).state is SessionState.OPEN
     assert not nodes[1].told(SessionFailed)
+
+
+@pytest.mark.parametrize("is_paused_first", [False, True])
+def test_session_of_a_node_that_leaves_may_not_stay_though_a_pause_is_over(is_paused_first: bool) -> None:
+    nodes = three()
+    opened(nodes)
+    drain = partial(nodes[1].core.drain, now=nodes[1].now)  # type: ignore[arg-type]
+    if is_paused_first:
+        drain(grace_s=5.0, reason="paused", may_stay=True)
+    drain(grace_s=7.0, reason="the node is shutting down")
+    if not is_paused_first:
+        drain(grace_s=5.0, reason="paused", may_stay=True)
+    nodes[1].core.stay()
+    nodes[1].tick(7)
+    assert failure(nodes[1]).code == DRAINING
+    assert not nodes[1].admission.sessions
 
 
 def test_some_sessions_may_be_drained_and_others_not() -> None:
