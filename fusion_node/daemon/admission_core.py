@@ -118,6 +118,7 @@ class Session:
         is_resumed: several peers may bring entries of the log at once, and one may come before those that it follows.
         next_taken, last_taken: the sequence that follows the entries whose rows were taken, and their last node.
         early: entries that have come before those that they follow, by sequence and first node.
+        early_until: when something of what they follow has to have come; None while there are none.
         resumable_from: when one plan of a higher epoch may be adopted; those before it are RESUMES_AT_ONCE.
         lease_envelope: what the user was last given, signed, and when it ends.
     """
@@ -142,6 +143,7 @@ class Session:
     next_taken: int = 0
     last_taken: int = 0
     early: dict[tuple[int, int], tuple[Step, Any]] = field(default_factory=dict)
+    early_until: MonotonicS | None = None
     resumable_from: float = 0.0
     lease_envelope: tuple[bytes, MonotonicS] | None = None
 
@@ -164,6 +166,10 @@ class Session:
     @property
     def num_early_rows(self) -> int:
         return sum(step.tensor.num_rows for step, _ in self.early.values())
+
+    @property
+    def num_early_bytes(self) -> int:
+        return sum(step.tensor.num_bytes for step, _ in self.early.values())
 
     @property
     def promised_until(self) -> MonotonicS:

@@ -13,8 +13,8 @@ calls ``successor_connected`` or ``successor_unreachable``, for every Take ``tak
 every ServedStep that it got ``step_computed`` or ``end``; both in order within a session, and never for one that it was
 told to forget. Payloads are anything with a length; only the output log's ``join`` looks into them.
 
-States of a session: see admission_core. Timers: those of admission_core, and RETRY_S while orders wait for the link to
-the next stage; seconds of the monotonic clock.
+States of a session: see admission_core. Timers: those of admission_core, RETRY_S while orders wait for the link to
+the next stage, and EARLY_S while entries wait for those that they follow; seconds of the monotonic clock.
 
 Source: docs/protocol-data-plane.md, "Repair". Still ugly: a step that was under way to this node when a new plan was
 adopted is dropped, and handed over again though its rows were here; trees are not retained, so that their sessions are
@@ -78,8 +78,17 @@ MAX_RESENDS = 64
 MAX_EARLY_ROWS = 1024
 """Of one session, in entries that come before those that they follow: four chunks of a prompt."""
 
+MAX_EARLY_ROWS_OF_USER = 2048
+"""Of all sessions of one user."""
+
 MAX_ALL_EARLY_ROWS = 8192
 """Of all sessions together. Nothing computes them as long as what they follow does not come."""
+
+MAX_ALL_EARLY_BYTES = 64 * 2**20
+"""The same in bytes, as they will be when they are decoded."""
+
+EARLY_S = 20.0
+"""So long they wait while nothing comes that they follow. A chunk of a prompt takes a slow stage seconds."""
 
 MAX_BACKLOG_BYTES = 8 * 2**20
 """That may wait for the next stage before rows are sent again: an order costs its sender nothing, and a peer for which
@@ -226,7 +235,8 @@ class Serving:
         self._waiting_for_link: dict[Session, None] = {}
         """With orders that wait until less is under way to the next stage."""
         self.retry_at: MonotonicS | None = None
-        self._num_early_rows = 0
+        self._with_early: dict[Session, None] = {}
+        """With entries that came before those that they follow."""
         self._dials: dict[tuple[Session, int], None] = {}
         """Under way, by session and epoch."""
         self._dials_of: Counter[PeerId] = Counter()
@@ -423,7 +433,8 @@ class Serving:
 
     def get_timer(self) -> MonotonicS | None:
         """When handle_timer is due."""
-        return min((t for t in (self.admission.get_timer(), self.retry_at) if t is not None), default=None)
+        timers = [self.admission.get_timer(), self.retry_at, *(each.early_until for each in self._with_early)]
+        return min((timer for timer in timers if timer is not None), default=None)
 
     def handle_timer(self, *, now: MonotonicS) -> None:
         """Ends what has run out. May be called late, and early without effect."""
@@ -432,6 +443,8 @@ class Serving:
             if session.grace is not None and session.grace.until <= now:
                 code, reason = session.grace.code, session.grace.reason
             self._over(session, code, reason, "")
+        for session in [each for each in self._with_early if each.early_until is not None and each.early_until <= now]:
+            self._keep(session, "gap", "what the rows follow that have come does not come", culprit="", now=now)
         if self.retry_at is not None and self.retry_at <= now:
             waiting, self._waiting_for_link, self.retry_at = self._waiting_for_link, {}, None
             for session in waiting:
@@ -627,8 +640,11 @@ class Serving:
             self._take(session, message, payload)
             for place in sorted(session.early):
                 if not _is_early(session, session.early[place][0]):
-                    self._num_early_rows -= session.early[place][0].tensor.num_rows
                     self._take(session, *session.early.pop(place))
+            if session.early:
+                session.early_until = MonotonicS(now + EARLY_S)
+            else:
+                self._clear_early(session)
 
     def _take(self, session: Session, message: Step, payload: Payload) -> None:
         session.num_queued_rows += message.tensor.num_rows
@@ -641,16 +657,32 @@ class Serving:
         place, num_rows = (message.sequence, message.first_node), message.tensor.num_rows
         if place in session.early:
             self.counters["steps_duplicate"] += 1
-        elif session.num_early_rows + num_rows > MAX_EARLY_ROWS or self._num_early_rows + num_rows > MAX_ALL_EARLY_ROWS:
+        elif session.num_early_rows + num_rows > MAX_EARLY_ROWS:
             reason = "too many rows wait for those that they follow"
             self._blame(session, "flooded", reason, culprit=session.previous, now=now)
+        elif not self._has_room_for(session, message.tensor):
+            # The stage before has sent what it may: others fill the room, or the user does with other sessions.
+            reason = "too many rows of all sessions wait for those that they follow"
+            self._blame(session, "flooded", reason, culprit="", now=now)
         else:
-            self._num_early_rows += num_rows
+            self._with_early[session] = None
             session.early[place] = (message, payload)
+            if session.early_until is None:
+                session.early_until = MonotonicS(now + EARLY_S)
+
+    def _has_room_for(self, session: Session, tensor: TensorMeta) -> bool:
+        """Whether more rows can wait for those that they follow."""
+        own = sum(each.num_early_rows for each in self._with_early if each.user == session.user)
+        return (
+            own + tensor.num_rows <= MAX_EARLY_ROWS_OF_USER
+            and sum(each.num_early_rows for each in self._with_early) + tensor.num_rows <= MAX_ALL_EARLY_ROWS
+            and sum(each.num_early_bytes for each in self._with_early) + tensor.num_bytes <= MAX_ALL_EARLY_BYTES
+        )
 
     def _clear_early(self, session: Session) -> None:
-        self._num_early_rows -= session.num_early_rows
+        self._with_early.pop(session, None)
         session.early.clear()
+        session.early_until = None
 
     def _problem_with(self, session: Session, message: Step) -> tuple[str, str] | None:
         """Code and reason of what is wrong with a header, as far as the log need not be asked."""

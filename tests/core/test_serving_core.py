@@ -15,12 +15,14 @@ from fusion_node.daemon.admission_core import (
     SessionState,
 )
 from fusion_node.daemon.serving_core import (
+    EARLY_S,
     LEASE_REUSE_S,
     MAX_ALL_EARLY_ROWS,
     MAX_BACKLOG_BYTES,
     MAX_DIALS,
     MAX_DIALS_OF_USER,
     MAX_EARLY_ROWS,
+    MAX_EARLY_ROWS_OF_USER,
     MAX_RESENDS,
     RETRY_S,
 )
@@ -751,19 +753,72 @@ def test_rows_that_wait_for_earlier_ones_are_bounded_per_session_and_for_all() -
     failed = failure(nodes[2])
     assert (failed.code, failed.is_kept) == ("flooded", True)
     assert not session_of(nodes[2]).early
-    crowd = Node(PEERS[2], LayerRange(5, 7), num_blocks=1000)
-    for number in range(MAX_ALL_EARLY_ROWS // MAX_EARLY_ROWS + 1):
-        theirs = plan_of(USER, nodes, 1, session=bytes([number]) * 16)
-        open_(crowd, theirs, resumes=True)
-        feed(crowd, theirs, entry(theirs, 1, 0, MAX_EARLY_ROWS, first_node=2, parent=1, advance=0, want=()))
-    assert sum(s.num_early_rows for s in crowd.admission.sessions) == MAX_ALL_EARLY_ROWS
-    assert failure(crowd).code == "flooded"
-    for number in range(MAX_ALL_EARLY_ROWS // MAX_EARLY_ROWS + 1):
-        crowd.receive(USER, CloseSession(bytes([number]) * 16, 1))
-    again = plan_of(USER, nodes, 1, session=b"z" * 16)
-    open_(crowd, again, resumes=True)
-    feed(crowd, again, entry(again, 1, 0, MAX_EARLY_ROWS, first_node=2, parent=1, advance=0, want=()))
+
+
+def early(crowd: Node, nodes: list[Node], user: PeerId, number: int, num_rows: int = MAX_EARLY_ROWS) -> Plan:
+    """A session in a repair, with rows of which the first that they follow never came."""
+    plan = plan_of(user, nodes, 1, session=bytes([number]) * 16)
+    open_(crowd, plan, resumes=True)
+    feed(crowd, plan, entry(plan, 1, 0, num_rows, first_node=2, parent=1, advance=0, want=()))
+    return plan
+
+
+def test_one_user_cannot_take_the_room_for_early_rows_from_others() -> None:
+    nodes, crowd = three(), Node(PEERS[2], LayerRange(5, 7), num_blocks=1000)
+    for number in range(MAX_EARLY_ROWS_OF_USER // MAX_EARLY_ROWS):
+        early(crowd, nodes, OTHER, number)
     assert not crowd.told(SessionFailed)
+    early(crowd, nodes, OTHER, 100, num_rows=1)
+    failed = failure(crowd)
+    assert (failed.code, failed.culprit, failed.is_kept) == ("flooded", "", True)
+    early(crowd, nodes, USER, 101)
+    assert not crowd.told(SessionFailed)
+
+
+def test_early_rows_of_all_are_bounded_in_number_and_in_bytes_and_that_is_nobodys_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nodes, crowd = three(), Node(PEERS[2], LayerRange(5, 7), num_blocks=1000)
+    num_users = MAX_ALL_EARLY_ROWS // MAX_EARLY_ROWS_OF_USER
+    users = [user for user in PEERS[3 : 3 + num_users] for _ in range(MAX_EARLY_ROWS_OF_USER // MAX_EARLY_ROWS)]
+    for number, user in enumerate(users):
+        early(crowd, nodes, user, number)
+    assert sum(s.num_early_rows for s in crowd.admission.sessions) == MAX_ALL_EARLY_ROWS
+    assert not crowd.told(SessionFailed)
+    early(crowd, nodes, USER, 100, num_rows=1)
+    failed = failure(crowd)
+    assert (failed.code, failed.culprit, failed.is_kept) == ("flooded", "", True)
+    for number, user in enumerate(users):
+        crowd.receive(user, CloseSession(bytes([number]) * 16, 1))
+    early(crowd, nodes, USER, 101)
+    assert not crowd.told(SessionFailed)
+    monkeypatch.setattr("fusion_node.daemon.serving_core.MAX_ALL_EARLY_BYTES", 16 * MAX_EARLY_ROWS + 15)
+    early(crowd, nodes, OTHER, 102, num_rows=1)
+    assert failure(crowd).culprit == ""
+
+
+def test_early_rows_wait_no_longer_than_they_may_whatever_is_asked_meanwhile() -> None:
+    nodes = three()
+    plan = plan_of(USER, nodes, 1)
+    open_(nodes[2], plan, resumes=True)
+    begin = nodes[2].now
+    feed(nodes[2], plan, entry(plan, 2, 5, 1, want=(), stop_stage=2))
+    assert nodes[2].core.get_timer() == begin + EARLY_S
+    nodes[2].tick(EARLY_S - 1)
+    feed(nodes[2], plan, entry(plan, 0, 0, 1, want=(), stop_stage=2))  # what is missing still comes, and comes on
+    nodes[2].receive(USER, SessionQuery(KEY, 1, 2))
+    nodes[2].tick(EARLY_S - 1)
+    nodes[2].receive(USER, SessionQuery(KEY, 1, 2))
+    assert not nodes[2].told(SessionFailed)
+    nodes[2].tick(1)
+    failed = failure(nodes[2])
+    assert (failed.code, failed.culprit, failed.is_kept) == ("gap", "", True)
+    assert not session_of(nodes[2]).early
+    later = plan_of(USER, nodes, 2)
+    open_(nodes[2], later, resumes=True)
+    feed(nodes[2], later, entry(later, 1, 1, 5, want=(), stop_stage=2))
+    nodes[2].tick(2 * EARLY_S)
+    assert not nodes[2].told(SessionFailed)
 
 
 def test_rows_that_wait_for_the_device_are_bounded_in_a_replay_too() -> None:
