@@ -35,6 +35,9 @@ from p2p.records import PROTOCOL_VERSION, Lease, Plan
 LEASE_S = 120.0
 """Between two steps of a session. A person who thinks between two questions opens a new session for the second."""
 
+ASKED_S = 600.0
+"""So long after its last step, or plan, a session is renewed by questions. More than an answer waits for coverage."""
+
 MAX_SESSIONS = 256
 MAX_SESSIONS_PER_USER = 64
 MAX_QUEUED_ROWS = 4096
@@ -106,6 +109,7 @@ class Session:
         log: its token tree on this stage.
         previous: who may send steps.
         next: who gets the results; the user after the last stage.
+        used_at: when the last step came or was computed, or the last plan came.
         reused_positions: of another session, with which this one begins.
         num_queued_rows: rows that wait for the device.
         num_queued_before: those of them that came under earlier plans.
@@ -129,6 +133,7 @@ class Session:
     layers: LayerRange
     log: SessionLog
     lease_until: MonotonicS
+    used_at: MonotonicS
     reused_positions: int = 0
     num_queued_rows: int = 0
     num_queued_before: int = 0
@@ -288,6 +293,7 @@ class Admission:
             layers=layers,
             log=SessionLog(plan.max_positions, reused),
             lease_until=MonotonicS(now + LEASE_S),
+            used_at=now,
             reused_positions=reused,
             num_computed=reused,
             resumable_from=resumable_from,
@@ -308,8 +314,14 @@ class Admission:
         return session if session is not None and session.user == user else None
 
     def renew(self, session: Session, *, now: MonotonicS) -> None:
-        """A step or a query came: the lease starts again. Of no effect on what a kept session has left."""
+        """The session is used: the lease starts again. Of no effect on what a kept session has left."""
+        session.used_at = now
         session.lease_until = MonotonicS(now + LEASE_S)
+
+    def asked(self, session: Session, *, now: MonotonicS) -> None:
+        """Its user asks for it, which costs nothing: a lease is renewed for ASKED_S, or while rows wait."""
+        until = now if session.num_queued_rows else min(now, session.used_at + ASKED_S - LEASE_S)
+        session.lease_until = MonotonicS(max(session.lease_until, until + LEASE_S))
 
     def keep(self, session: Session, *, now: MonotonicS) -> None:
         """The session cannot go on as it is: its KV waits for a plan of a higher epoch.

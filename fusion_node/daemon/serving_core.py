@@ -583,7 +583,7 @@ class Serving:
             failed = SessionFailed(message.session, message.epoch, message.stage, UNKNOWN_SESSION, reason, "")
             self._commands.append(Send(peer, failed))
             return
-        self.admission.renew(session, now=now)
+        self.admission.asked(session, now=now)
         # A new session is given back when its successor cannot be reached: nothing is promised before that is known.
         is_promised = session.state is not SessionState.OPENING or not session.log.is_untouched
         lease_s, lease = self._lease(session, now) if is_promised else (0.0, b"")

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from fusion_node.daemon.admission_core import (
+    ASKED_S,
     LEASE_S,
     MAX_QUEUED_ROWS,
     RESUMES_AT_ONCE,
@@ -447,6 +448,36 @@ def test_query_is_answered_while_rows_wait_and_renews_the_lease_for_nobody_but_t
         node.receive(source, SessionQuery(KEY, 7, 1))
         answers.append(failure(node))
     assert answers == [SessionFailed(KEY, 7, 1, UNKNOWN_SESSION, "no such session is open here", "")] * 3
+
+
+def test_questions_hold_a_session_no_longer_than_ten_minutes_after_its_last_step() -> None:
+    nodes = three()
+    plan = opened(nodes)
+    begin = nodes[1].now
+    feed(nodes[1], plan, entry(plan, 0, 0, 4))
+    while nodes[1].admission.sessions:
+        assert nodes[1].now - begin <= ASKED_S
+        nodes[1].receive(USER, SessionQuery(KEY, 0, 1))
+        nodes[1].tick(LEASE_S / 2)
+    assert nodes[1].now - begin >= ASKED_S
+    assert failure(nodes[1]).code == "lease-expired"
+
+
+def test_questions_hold_a_session_whose_rows_wait_for_the_device() -> None:
+    nodes = three()
+    plan = opened(nodes)
+    feed(nodes[1], plan, entry(plan, 0, 0, 4), computes=False)
+    for _ in range(2 * int(ASKED_S / LEASE_S)):
+        nodes[1].receive(USER, SessionQuery(KEY, 0, 1))
+        nodes[1].tick(LEASE_S)
+    nodes[1].sent.clear()
+    nodes[1].receive(USER, SessionQuery(KEY, 0, 1))
+    answer = only(nodes[1].told(SessionProgress))
+    assert isinstance(answer, SessionProgress)
+    assert answer.lease_s == LEASE_S
+    nodes[1].compute()
+    nodes[1].tick(LEASE_S - 1)
+    assert session_of(nodes[1])
 
 
 def test_signed_lease_is_told_again_while_it_is_young_and_never_promises_more_than_there_is() -> None:
