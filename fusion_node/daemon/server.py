@@ -371,7 +371,9 @@ class NodeServer:
             payload = smaller.payload
         try:
             self._require_pool().send(command.peer, message, memoryview(payload))
+            self._serving.rows_left(command)
         except PeerError as error:
+            self._serving.rows_left(command)
             self._serving.send_failed(session, command.peer, str(error), now=self._now())
             self._carry_out()
         except FusionError as error:

@@ -9,9 +9,10 @@ for the device, MAX_RESENDS orders wait, MAX_DIALS next stages are dialled at on
 position is sent again once per epoch, and only while MAX_BACKLOG_BYTES at most wait for the next stage.
 
 Assumes: one caller; ``now`` never goes back. The shell carries out the commands in their order; for every Connect it
-calls ``successor_connected`` or ``successor_unreachable``, for every Take ``take_step`` or ``rows_unfit``, and for
-every ServedStep that it got ``step_computed`` or ``end``; both in order within a session, and never for one that it was
-told to forget. Payloads are anything with a length; only the output log's ``join`` looks into them.
+calls ``successor_connected`` or ``successor_unreachable``, for every Take ``take_step`` or ``rows_unfit``, for every
+SendRows ``rows_left``, and for every ServedStep that it got ``step_computed`` or ``end``; both in order within a
+session, and never for one that it was told to forget. Payloads are anything with a length; only the output log's
+``join`` looks into them.
 
 States of a session: see admission_core. Timers: those of admission_core, RETRY_S while orders wait for the link to
 the next stage, and EARLY_S while entries wait for those that they follow; seconds of the monotonic clock.
@@ -122,13 +123,14 @@ class Send:
 class SendRows:
     """A message with rows, which may be compressed on the way out; those of one session go in order.
 
-    When it cannot be sent: ``send_failed``.
+    When it is sent, ``rows_left``; when it cannot be, ``send_failed`` as well.
     """
 
     session: Session
     peer: PeerId
     message: Step | StepResult
     payload: Payload
+    is_repeated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +232,8 @@ class Serving:
         self._wait_s = wait_s
         self._backlog_bytes = backlog_bytes
         self._commands: deque[Command] = deque()
-        self._unsent_bytes: Counter[PeerId] = Counter()
-        """Of rows that are handed on again and that the shell has not taken yet: no backlog knows of them."""
+        self._unsent: dict[Session, Counter[PeerId]] = {}
+        """Bytes of rows that are handed on again and have not left yet: the backlog of no link knows of them."""
         self._waiting_for_link: dict[Session, None] = {}
         """With orders that wait until less is under way to the next stage."""
         self.retry_at: MonotonicS | None = None
@@ -269,6 +271,18 @@ class Serving:
                 self.end(session, PEER_LOST, reason, culprit=peer)
             else:
                 self._keep(session, PEER_LOST, reason, culprit=peer, now=now)
+
+    def rows_left(self, command: SendRows) -> None:
+        """The rows of that command are with the link to that peer now, or will not be sent."""
+        unsent = self._unsent.get(command.session)
+        if command.is_repeated and unsent is not None:
+            unsent[command.peer] -= command.message.tensor.num_bytes
+            if not any(unsent.values()):
+                del self._unsent[command.session]
+
+    def unsent_bytes(self, peer: PeerId) -> int:
+        """Of rows that are handed on to a peer again, and that its link has not got yet."""
+        return sum(unsent[peer] for unsent in self._unsent.values())
 
     def send_failed(self, session: Session, peer: PeerId, reason: str, *, now: MonotonicS) -> None:
         """Rows could not be sent because that peer cannot be reached."""
@@ -455,10 +469,7 @@ class Serving:
 
     def next_command(self) -> Command | None:
         """Drained one by one, in order."""
-        if not self._commands:
-            self._unsent_bytes.clear()
-            return None
-        return self._commands.popleft()
+        return self._commands.popleft() if self._commands else None
 
     # opening and closing
 
@@ -738,7 +749,7 @@ class Serving:
                 return
             if order.first_position + order.num_positions > self.outputs.num_positions(key):
                 return  # they are being computed, or will be
-            if self._backlog_bytes(session.next) + self._unsent_bytes[session.next] > MAX_BACKLOG_BYTES:
+            if self._backlog_bytes(session.next) + self.unsent_bytes(session.next) > MAX_BACKLOG_BYTES:
                 self._waiting_for_link[session] = None
                 if self.retry_at is None:
                     self.retry_at = MonotonicS(now + RETRY_S)
@@ -764,8 +775,8 @@ class Serving:
             stop_stage=order.stop_stage,
         )
         rows = self.outputs.rows(_output_key(session), order.first_position, order.num_positions)
-        self._unsent_bytes[session.next] += step.tensor.num_bytes
-        self._commands.append(SendRows(session, session.next, step, rows))
+        self._unsent.setdefault(session, Counter())[session.next] += step.tensor.num_bytes
+        self._commands.append(SendRows(session, session.next, step, rows, is_repeated=True))
 
     # ends
 
@@ -797,6 +808,7 @@ class Serving:
         self._clear_early(session)
         self._waiting_for_link.pop(session, None)
         self._to_dial.pop(session, None)
+        self._unsent.pop(session, None)
         if not self.admission.knows(session.user, session.key):
             self.outputs.drop(_output_key(session))
         self._commands.append(Forget(session))

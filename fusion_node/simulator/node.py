@@ -256,6 +256,7 @@ class Node(Host):
             payload=command.payload,
             times=times,
         )
+        serving.rows_left(command)
         if not is_sent:
             serving.send_failed(command.session, command.peer, "there is no link to it", now=self._now())
 

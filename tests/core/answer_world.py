@@ -167,7 +167,8 @@ class Node:
             match command:
                 case Send(peer, message):
                     self.world.send(self.peer, peer, message)
-                case SendRows(session, peer, message, payload):
+                case SendRows(session=session, peer=peer, message=message, payload=payload):
+                    self.serving.rows_left(command)
                     if not self.world.send(self.peer, peer, message, payload):  # type: ignore[arg-type]
                         self.serving.send_failed(session, peer, "gone", now=self.world.now)
                 case Connect(session=session, epoch=epoch):

@@ -80,6 +80,9 @@ class Node:
     kv: dict[Session, dict[int, int]] = field(default_factory=dict)
     plans: dict[bytes, Plan] = field(default_factory=dict)
     now: float = T0
+    holds_back: bool = False
+    held_back: list[SendRows] = field(default_factory=list)
+    """What is still being compressed."""
 
     def __post_init__(self) -> None:
         self.admission = Admission(self.peer, MODEL, self.layers, "fp32", BlockManager(self.num_blocks, block_slots=4))
@@ -97,6 +100,12 @@ class Node:
     def receive(self, peer: PeerId, message: AnyMessage, rows: tuple[int, ...] = ()) -> None:
         assert self.core.receive(peer, message, rows, now=MonotonicS(self.now))
         self.carry_out()
+
+    def let_go(self) -> None:
+        """What was held back is sent."""
+        for command in self.held_back:
+            self.core.rows_left(command)
+        self.held_back.clear()
 
     def lose(self, peer: PeerId) -> None:
         self.core.peer_lost(peer, "the link is gone", now=MonotonicS(self.now))
@@ -142,9 +151,12 @@ class Node:
                         self.rows_of[step] = payload
                 case Send(peer, message):
                     self.sent.append((peer, message, ()))
-                case SendRows(_, peer, message, payload):
+                case SendRows(peer=peer, message=message, payload=payload):
                     assert message.tensor.num_rows == len(payload)
                     self.sent.append((peer, message, payload))
+                    self.held_back.append(command)
+                    if not self.holds_back:
+                        self.let_go()
                 case Connect():
                     self.connecting.append(command)
                 case Forget(session):

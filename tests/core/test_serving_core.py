@@ -726,6 +726,24 @@ def test_orders_that_waited_do_not_all_go_at_once() -> None:
     assert later.epoch == 1
 
 
+def test_rows_that_are_still_being_compressed_count_as_under_way() -> None:
+    nodes = three()
+    resumed(nodes)
+    nodes[0].holds_back = True
+    nodes[0].backlog = MAX_BACKLOG_BYTES - 16
+    for position in range(8):
+        nodes[0].receive(USER, resend(1, position, position, 1))
+    assert len(nodes[0].sent) == 2
+    for _ in range(3):
+        nodes[0].tick(RETRY_S)
+    assert len(nodes[0].sent) == 2
+    nodes[0].let_go()
+    nodes[0].tick(RETRY_S)
+    assert len(nodes[0].sent) == 4
+    nodes[0].receive(USER, CloseSession(KEY, 1))  # what is not sent any more is not waited for either
+    assert not nodes[0].core.unsent_bytes(nodes[1].peer)
+
+
 def test_order_of_more_than_a_frame_holds_ends_the_session() -> None:
     nodes = three()
     resumed(nodes)
