@@ -15,7 +15,7 @@ import msgspec
 
 from fusion_node.types import PeerId
 from p2p.compression_core import LEVELS, CompressionCore, Kind, Measured
-from p2p.messages import MAX_EXPANSION, ZSTD, TensorMeta
+from p2p.messages import MAX_EXPANSION, MAX_PAYLOAD_BYTES, ZSTD, TensorMeta
 from p2p.tensor_wire import Buffer, compress, decompress
 
 FEATURE = "zstd"
@@ -100,8 +100,8 @@ class Compressor:
         The caller runs what it gets and hands the result to ``note``. A trial that is due is made here, on
         SAMPLE_BYTES.
         """
-        if FEATURE not in self._features(peer):
-            return None
+        if FEATURE not in self._features(peer) or len(payload) > MAX_PAYLOAD_BYTES:
+            return None  # what does not fit into a frame as it is, no peer takes compressed
         now = self._clock()
         # Under a limit of our own a link never shows how fast it is.
         rates = [rate for rate in (self._rate_Bps(peer), self._limit_Bps) if rate is not None]

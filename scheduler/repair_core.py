@@ -37,6 +37,9 @@ from fusion_node.types import MonotonicS, PeerId
 CHUNK_ROWS = 256
 """Rows of an order: as of a chunk of a prompt, so that other sessions' steps get their turn in between."""
 
+CHUNK_BYTES = 4 * 2**20
+"""Of an order, where 256 rows are more: a frame holds 32 MiB, and a line of 100 Mbit/s takes a third of a second."""
+
 ORDERS_IN_FLIGHT = 4
 """Per source. Two keep a stage busy; with four a link of 100 ms still does at 50 ms per chunk."""
 
@@ -158,6 +161,11 @@ class _Piece:
     want_last: bool
     lacking: tuple[int, ...]
     user_lacks: bool
+
+
+def rows_per_order(row_bytes: int) -> int:
+    """``chunk_rows`` for rows of so many bytes."""
+    return max(1, min(CHUNK_ROWS, CHUNK_BYTES // row_bytes))
 
 
 def replay_orders(

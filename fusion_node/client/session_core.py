@@ -59,6 +59,7 @@ from p2p.messages import (
     Step,
     StepResult,
     TensorMeta,
+    row_bytes,
 )
 from p2p.records import Lease, Plan, Refusal
 from scheduler.repair_core import (
@@ -72,6 +73,7 @@ from scheduler.repair_core import (
     StepTimes,
     Watch,
     replay_orders,
+    rows_per_order,
 )
 
 OPEN_DEADLINE_S = 15.0
@@ -508,7 +510,11 @@ class SessionCore:
         orders: list[Order] | NotRetained
         if self._was_open:
             orders = replay_orders(
-                self._log, stages, num_results=self._num_results, prefix_positions=self.reused_positions
+                self._log,
+                stages,
+                num_results=self._num_results,
+                prefix_positions=self.reused_positions,
+                chunk_rows=rows_per_order(row_bytes(self._wire_dtype, self._row_size) or 1),
             )
         else:
             self._was_open = True

@@ -91,3 +91,11 @@ def test_a_trial_of_a_large_tensor_looks_at_some_of_its_rows() -> None:
     assert slow.is_large(TensorMeta("bf16", 257, 2048))  # is checked and copied all the same
     assert not slow.is_large(TensorMeta("bf16", 256, 2048))
     assert decompress(packing.run().payload, TensorMeta("bf16", 256, 2048, ZSTD)).tobytes() == payload
+
+
+def test_what_is_longer_than_a_frame_is_not_made_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = compressor(100.0)
+    slow.choose(PEER, TENSOR, PAYLOAD)
+    assert slow.choose(PEER, TENSOR, PAYLOAD) is not None
+    monkeypatch.setattr("p2p.compression.MAX_PAYLOAD_BYTES", len(PAYLOAD) - 1)
+    assert slow.choose(PEER, TENSOR, PAYLOAD) is None

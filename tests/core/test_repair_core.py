@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from fusion_node.types import MonotonicS, PeerId
 from scheduler.repair_core import (
     AVOID_S,
+    CHUNK_BYTES,
+    CHUNK_ROWS,
     FIRST_TIMEOUT_S,
     MAX_AVOID_S,
     MAX_OPEN_ATTEMPTS,
@@ -36,6 +38,7 @@ from scheduler.repair_core import (
     Verdict,
     Watch,
     replay_orders,
+    rows_per_order,
 )
 
 T0 = MonotonicS(1000.0)
@@ -464,3 +467,10 @@ def test_attempts_are_bounded_and_begin_anew_with_every_result() -> None:
     policy.progressed()
     policy.opened()
     assert policy.next_attempt() is Attempt.PATCH
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "num_rows"), [(1, CHUNK_ROWS), (16384, CHUNK_ROWS), (32768, CHUNK_ROWS // 2), (CHUNK_BYTES + 1, 1)]
+)
+def test_orders_are_as_long_as_a_frame_takes_well(row_bytes: int, num_rows: int) -> None:
+    assert rows_per_order(row_bytes) == num_rows
