@@ -119,6 +119,7 @@ class Session:
         grace: set while the node leaves.
         resends: orders to hand rows on again, in order.
         resent_positions: handed on again in this epoch are none from here on.
+        resent_rows, resent_at: handed on again in all epochs, less what has been forgiven until then.
         is_resumed: several peers may bring entries of the log at once, and one may come before those that it follows.
         next_taken, last_taken: the sequence that follows the entries whose rows were taken, and their last node.
         early: entries that have come before those that they follow, by sequence and first node.
@@ -144,6 +145,8 @@ class Session:
     grace: Grace | None = None
     resends: deque[Resend] = field(default_factory=deque)
     resent_positions: int = 0
+    resent_rows: float = 0.0
+    resent_at: float = 0.0
     is_resumed: bool = False
     next_taken: int = 0
     last_taken: int = 0

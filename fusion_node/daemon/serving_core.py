@@ -6,7 +6,8 @@ it can be handed on again. A neighbour that is lost, or that errs, ends no sessi
 plan of a higher epoch to adopt it. A fault of this node is told as such and as nobody else's. A query is answered in
 the call in which it comes. What strangers can make this node keep or send is bounded: MAX_QUEUED_ROWS of a session wait
 for the device, MAX_RESENDS orders wait, MAX_DIALS next stages are dialled at once and MAX_DIALS_OF_USER for a user, a
-position is sent again once per epoch, and only while MAX_BACKLOG_BYTES at most wait for the next stage.
+position is sent again once per epoch, and RESEND_TIMES over all of them, and only while MAX_BACKLOG_BYTES at most wait
+for the next stage.
 
 Assumes: one caller; ``now`` never goes back. The shell carries out the commands in their order; for every Connect it
 calls ``successor_connected`` or ``successor_unreachable``, for every Take ``take_step`` or ``rows_unfit``, for every
@@ -94,6 +95,13 @@ EARLY_S = 20.0
 MAX_BACKLOG_BYTES = 8 * 2**20
 """That may wait for the next stage before rows are sent again: an order costs its sender nothing, and a peer for which
 64 MiB wait is dropped, with the sessions of everybody."""
+
+RESEND_TIMES = 8
+"""As often a session has all that it retains handed on again at once, over all epochs: as often as a user repairs
+an answer that gets no further. What somebody computes once is not to be sent for ever to whom they name."""
+
+RESEND_AGAIN_S = 600.0
+"""And then once more in this time."""
 
 RETRY_S = 0.05
 """Between two looks at such a backlog: 8 MiB take 0.07 s on a line of a gigabit."""
@@ -754,8 +762,21 @@ class Serving:
                 if self.retry_at is None:
                     self.retry_at = MonotonicS(now + RETRY_S)
                 return
+            if not self._may_hand_on_again(session, order.num_positions, now):
+                self._keep(session, NOT_RETAINED, "the rows were sent again too often", culprit="", now=now)
+                return
             session.resends.popleft()
             self._hand_on_again(session, order)
+
+    def _may_hand_on_again(self, session: Session, num_rows: int, now: MonotonicS) -> bool:
+        """Whether its user has not had that too often; counts it."""
+        retained = self.outputs.num_positions(_output_key(session))
+        forgiven = retained * (now - session.resent_at) / RESEND_AGAIN_S
+        session.resent_rows, session.resent_at = max(0.0, session.resent_rows - forgiven), now
+        if session.resent_rows + num_rows > RESEND_TIMES * retained:
+            return False
+        session.resent_rows += num_rows
+        return True
 
     def _hand_on_again(self, session: Session, order: Resend) -> None:
         first, last = order.first_position + 1, order.first_position + order.num_positions

@@ -25,6 +25,8 @@ from fusion_node.daemon.serving_core import (
     MAX_EARLY_ROWS,
     MAX_EARLY_ROWS_OF_USER,
     MAX_RESENDS,
+    RESEND_AGAIN_S,
+    RESEND_TIMES,
     RETRY_S,
 )
 from fusion_node.types import LayerRange, PeerId
@@ -671,6 +673,27 @@ def test_position_is_handed_on_again_once_per_epoch() -> None:
     assert len(nodes[0].sent) == 1
     nodes[0].receive(USER, resend(1, 0, 3, 1))
     assert failure(nodes[0]).code == "bad-resend"
+
+
+def test_rows_are_handed_on_again_a_bounded_number_of_times_over_all_epochs() -> None:
+    nodes = three()
+    resumed(nodes)
+    nodes[0].receive(USER, resend(1, 0, 0, 8))
+    for epoch in range(2, RESEND_TIMES + 2):
+        nodes[0].now += 1.0
+        open_(nodes[0], plan_of(USER, nodes, epoch), resumes=True)
+        nodes[0].connected()
+        nodes[0].receive(USER, resend(epoch, 0, 0, 8))
+    assert len([m for _, m, _ in nodes[0].sent if isinstance(m, Step)]) == RESEND_TIMES
+    failed = failure(nodes[0])
+    assert (failed.code, failed.culprit, failed.is_kept) == (NOT_RETAINED, "", True)
+    nodes[0].sent.clear()
+    for epoch in range(RESEND_TIMES + 2, 3 * RESEND_TIMES):
+        nodes[0].now += RESEND_AGAIN_S
+        open_(nodes[0], plan_of(USER, nodes, epoch), resumes=True)
+        nodes[0].connected()
+        nodes[0].receive(USER, resend(epoch, 0, 0, 8))
+    assert not nodes[0].told(SessionFailed)
 
 
 def test_orders_of_strangers_and_of_other_epochs_do_nothing() -> None:
