@@ -38,7 +38,7 @@ class Surveyor:
 
     Args:
         table: whose records say who there is.
-        own: layers that are served now; None while there are none.
+        own: layers that are served now; None while there are none, and then nobody is dialled.
         is_idle: whether nobody would miss the line.
         is_needed: whether a session depends on the connection with a peer.
         clock, unix_clock: monotonic and Unix seconds.
@@ -88,6 +88,8 @@ class Surveyor:
             if link.round_trip_s is not None and link.peer in records:
                 self.core.measured(link.peer, link.round_trip_s, now=now)
         peer = self.core.handle_timer(now=now)
+        if self._own() is None:
+            return  # nobody hands rows to it now: that is not worth anybody's connection
         if peer is not None and peer in records and not self._pool.is_connected(peer):
             await self._measure(records[peer])
         peer = self.core.to_probe(now=self._clock(), is_idle=self._is_idle())

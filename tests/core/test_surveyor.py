@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -107,7 +107,13 @@ async def swarm() -> AsyncIterator[Swarm]:
 
 
 def survey(
-    node: Node, table: RecordTable, clock: Clock, *, needed: set[PeerId] | None = None, is_idle: bool = True
+    node: Node,
+    table: RecordTable,
+    clock: Clock,
+    *,
+    needed: set[PeerId] | None = None,
+    is_idle: bool = True,
+    is_serving: Callable[[], bool] = lambda: True,
 ) -> Surveyor:
     return Surveyor(
         node.peer,
@@ -115,7 +121,7 @@ def survey(
         node.meter,
         table,
         model_id=MODEL,
-        own=lambda: node.layers,
+        own=lambda: node.layers if is_serving() else None,
         is_idle=lambda: is_idle,
         is_needed=lambda peer: peer in (needed or set()),
         core=SurveyorCore(random.Random(1), now=clock.now),
@@ -148,6 +154,17 @@ async def test_neighbours_are_measured_and_their_connections_ended(swarm: Swarm)
     assert 0.0 <= announced.seconds < 1.0
     assert own.pool.links() == []
     assert surveyor.coordinate().height > 0.0
+
+
+async def test_a_node_that_serves_nothing_for_now_dials_nobody(swarm: Swarm) -> None:
+    own, behind = await swarm.node(0, 10), await swarm.node(10, 20)
+    clock, is_serving = Clock(), asyncio.Event()
+    surveyor = survey(own, table_of(own, behind), clock, needed={behind.peer}, is_serving=is_serving.is_set)
+    await run(surveyor, clock, until=120.0)  # what is dialled would stay
+    assert not own.pool.is_connected(behind.peer)
+    is_serving.set()
+    await run(surveyor, clock, until=240.0)
+    assert own.pool.is_connected(behind.peer)
 
 
 async def test_a_connection_that_a_session_has_come_to_need_stays(swarm: Swarm) -> None:
