@@ -22,9 +22,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from fusion_node.types import LayerRange, PeerId
+from scheduler.leg_table import BulkLegs, Floats, bulk_legs
 from scheduler.topology import Legs
 
 HOP_S = 0.002
@@ -36,6 +36,9 @@ MAX_ROUTES = 64
 MAX_TOGETHER = 64
 """Hosts between which every leg is looked at."""
 
+MAX_AT_ONCE = 1024
+"""Hosts whose legs are asked for in one call, where legs can: 8 MiB. A call costs more than what it tells."""
+
 NUM_LEADERS = 8
 """Of more hosts than that, those to whom the others are compared to tell who is near whom."""
 
@@ -46,7 +49,6 @@ BELIEVED_RATIO = 8.0
 """A node counts as at most so many times faster, or slower, than the median: between an M-series laptop and a 4090
 there is less per layer of the same numerics. A claim beyond it must neither attract nor repel anybody."""
 
-Floats = npt.NDArray[np.float64]
 Range = LayerRange | None
 
 
@@ -147,6 +149,8 @@ class SwarmRate:
         # NaN: not asked yet. A swarm of hundreds never needs most of its legs.
         self._between_s = np.full((len(hosts), len(hosts)), np.nan)
         np.fill_diagonal(self._between_s, 0.0)
+        if isinstance(legs, BulkLegs) and len(hosts) <= MAX_AT_ONCE:
+            self.between_s(range(len(hosts)), range(len(hosts)))
         median_s = float(np.median(self.layer_s)) if hosts else 1.0
         reach_s = float(np.median(self.from_user_s + self.to_user_s)) if hosts else 0.0
         self.reference = work.tokens_per_loop / (work.num_layers * median_s + reach_s)
@@ -154,12 +158,14 @@ class SwarmRate:
 
     def between_s(self, senders: Sequence[int], receivers: Sequence[int]) -> Floats:
         """Seconds from each sender to each receiver, with the payload and the hand-over; 0 to itself."""
-        block = self._between_s[np.ix_(senders, receivers)]
-        if np.isnan(block).any():
-            for row, column in np.argwhere(np.isnan(block)):
-                sender, receiver = senders[row], receivers[column]
-                seconds = self._leg_s(self.hosts[sender].peer, self.hosts[receiver].peer) + HOP_S
-                block[row, column] = self._between_s[sender, receiver] = seconds
+        pairs = np.ix_(senders, receivers)
+        block: Floats = self._between_s[pairs]
+        is_unknown = np.isnan(block)
+        if is_unknown.any():
+            ones, others = ([self.hosts[index].peer for index in indices] for indices in (senders, receivers))
+            one_way_s, rate_Bps = bulk_legs(self._legs, ones, others, is_unknown)
+            block = np.where(is_unknown, one_way_s + self._payload_bytes / rate_Bps + HOP_S, block)
+            self._between_s[pairs] = block
         return block
 
     def worth(self, ranges: Sequence[Range]) -> Worth:
@@ -326,12 +332,12 @@ def believed_speeds(seconds_per_layer: Sequence[float]) -> Floats:
 
 def holders_per_layer(ranges: Iterable[Range], num_layers: int) -> list[int]:
     """How many of the ranges have each layer."""
-    counts = [0] * num_layers
+    changes = [0] * (num_layers + 1)
     for layers in ranges:
-        if layers is not None:
-            for layer in range(layers.start, min(layers.stop, num_layers)):
-                counts[layer] += 1
-    return counts
+        if layers is not None and layers.start < num_layers:
+            changes[layers.start] += 1
+            changes[min(layers.stop, num_layers)] -= 1
+    return list(itertools.accumulate(changes[:-1]))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -8,14 +8,18 @@ import random
 import statistics
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 
 from fusion_node.types import LayerRange, PeerId
+from scheduler.leg_table import Floats
 from scheduler.pipelines import _Budget, _fewest_stages, _largest_first, water_fill
 from scheduler.placement import Move, Policy, Stay, choose_layers, choose_range, digest, kept_layers, place_all
-from scheduler.swarm_rate import Host, SwarmRate, holders_per_layer, windows
+from scheduler.swarm_rate import MAX_AT_ONCE, Host, SwarmRate, holders_per_layer, windows
+from scheduler.topology import Leg
 from tests.core.placement_swarms import Plane, carried_out, host, moves, random_swarm, work
 
 NEAR = Plane()
@@ -339,3 +343,44 @@ def test_hundreds_of_nodes_are_placed_and_cover_everything() -> None:
     placed = place_all(hosts, work(80), plane)
     assert placed.after.num_covered == 80
     assert isinstance(choose_range(host("joiner", 10), carried_out(hosts, placed.decisions), work(80), plane), Move)
+
+
+@dataclass
+class BulkPlane(Plane):
+    """The same legs, of all pairs of hosts in one call; asked one by one only for those of the users."""
+
+    num_calls: int = 0
+
+    def leg(self, sender: PeerId | None, receiver: PeerId | None) -> Leg:
+        assert sender is None or receiver is None
+        return super().leg(sender, receiver)
+
+    def bulk_legs(self, senders: Sequence[PeerId], receivers: Sequence[PeerId]) -> tuple[Floats, Floats]:
+        self.num_calls += 1
+        legs = [[Plane.leg(self, a, b) for b in receivers] for a in senders]
+        one_way_s, rates_Bps = (
+            [[getattr(leg, name) or np.inf for leg in row] for row in legs] for name in ("one_way_s", "rate_Bps")
+        )
+        return np.array(one_way_s), np.array(rates_Bps)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_legs_that_are_told_all_at_once_give_the_same_placement(seed: int) -> None:
+    hosts, plane = random_swarm(20, seed, capacities=(4, 12))
+    at_once = BulkPlane(plane.at, plane.up_Bps)
+    placed = place_all(hosts, work(24), at_once)
+    assert placed == place_all(hosts, work(24), plane)
+    assert at_once.num_calls == 1
+    others = carried_out(hosts, placed.decisions)
+    joiner = host("joiner", 6)
+    assert choose_range(joiner, others, work(24), at_once) == choose_range(joiner, others, work(24), plane)
+
+
+def test_legs_of_very_many_hosts_are_asked_for_in_parts() -> None:
+    hosts, plane = random_swarm(MAX_AT_ONCE + 1, 1, capacities=(24, 24))
+    at_once = BulkPlane(plane.at, plane.up_Bps)
+    rate = SwarmRate(hosts, work(24), at_once)
+    assert at_once.num_calls == 0
+    assert (rate.between_s([3, 4], [5, 3]) == SwarmRate(hosts, work(24), plane).between_s([3, 4], [5, 3])).all()
+    rate.between_s([4, 3], [3, 5])
+    assert at_once.num_calls == 1
