@@ -5,8 +5,9 @@ it neither the way nor the nodes' own times explain is charged to the nodes that
 
 Guarantees: no claim, whatever it says, makes a node faster than ``fastest`` or slower than SLOWEST_S; after one
 observed step it weighs no more than the measurement leaves to it, which is half after HALF_LIFE_S. What one node says
-never changes what is believed of another that was measured alone. At most MAX_PEERS nodes are remembered, and
-MAX_SAMPLES of each.
+never changes what is believed of another that was measured alone, and whatever is told of a round (its last stage could
+write others' times), all stages together are put down for no longer than it took. At most MAX_PEERS nodes are
+remembered, and MAX_SAMPLES of each.
 
 Assumes: ``now`` is monotonic seconds. The legs of an observed round are those of the caller, who has measured at least
 its own; a tenth of a round and TOLERANCE_S per stage may be missing from them without anybody being charged.
@@ -24,7 +25,7 @@ import math
 import statistics
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from fusion_node.types import PeerId
 from scheduler.topology import SPEED_ROWS, Speed
@@ -51,6 +52,9 @@ TOLERANCE_S, TOLERANCE_SHARE = 0.002, 0.1
 
 RELIEF = 0.25
 """Of what a round took less than expected, which is taken off what its stages are charged."""
+
+MAX_BETTER = 4.0
+"""Times as fast as it claims, at most: a node has no reason to claim less than it does, but records are old."""
 
 MAX_TRUST = 15
 """A stage that took part in so many rounds that were explained is charged a sixteenth of what a new one is."""
@@ -186,14 +190,15 @@ class ClaimBook:
         """One whole round: from the first byte that the user sent to the last that came back.
 
         Args:
-            stages: all that took part, in order.
+            stages: all that took part, in order. What they say is scaled down to what the legs leave of the round.
             round_s: by the user's clock, that of its own computing left out.
             legs_s: expected for all legs, with their payloads and what a message costs its two ends.
         """
         if not stages or num_rows < 1 or not 0.0 <= round_s < math.inf:
             return
         width = _width_of(num_rows)
-        told_s = sum(_bounded(each.compute_s, 0.0, round_s) + _bounded(each.queue_s, 0.0, round_s) for each in stages)
+        stages = _within(stages, round_s, max(round_s - legs_s, 0.0))
+        told_s = sum(each.compute_s + each.queue_s for each in stages)
         excess_s = round_s - legs_s - told_s - TOLERANCE_S * len(stages) - TOLERANCE_SHARE * round_s
         for stage, share_s in zip(stages, self._split(stages, width, excess_s), strict=True):
             self.observe_step(stage.peer, stage.num_layers, num_rows, stage.compute_s, stage.queue_s, share_s, now)
@@ -256,7 +261,10 @@ class ClaimBook:
     def _factors(self, node: _Measured, claimed: Speed) -> list[float | None]:
         """Measured over claimed per width; None where nothing was measured."""
         return [
-            statistics.median(seconds / claimed.seconds_per_layer(rows) for rows, seconds in samples)
+            max(
+                statistics.median(seconds / claimed.seconds_per_layer(rows) for rows, seconds in samples),
+                1 / MAX_BETTER,
+            )
             if samples
             else None
             for samples in node.samples
@@ -268,6 +276,19 @@ class ClaimBook:
         if len(shortfalls) < MIN_MEASURED:
             return 1.0
         return _bounded(statistics.median(shortfalls), 1.0, MAX_DISCOUNT)
+
+
+def _within(stages: Sequence[StageStep], round_s: float, room_s: float) -> list[StageStep]:
+    """What the stages say, each time no longer than the round and all of them no longer than what the legs leave."""
+    bounded = [
+        replace(each, compute_s=_bounded(each.compute_s, 0.0, round_s), queue_s=_bounded(each.queue_s, 0.0, round_s))
+        for each in stages
+    ]
+    told_s = sum(each.compute_s + each.queue_s for each in bounded)
+    if told_s <= room_s:
+        return bounded
+    share = room_s / told_s
+    return [replace(each, compute_s=each.compute_s * share, queue_s=each.queue_s * share) for each in bounded]
 
 
 def _width_of(num_rows: int) -> int:

@@ -13,6 +13,7 @@ from fusion_node.types import PeerId
 from scheduler.claims import (
     FASTEST,
     HALF_LIFE_S,
+    MAX_BETTER,
     MAX_DISCOUNT,
     MAX_PEERS,
     MAX_QUEUE_S,
@@ -150,7 +151,28 @@ def test_a_stage_that_says_too_much_of_itself_does_not_clear_the_other_at_once()
         book.observe_round([slow, StageStep(BOB, 10, 4000.0, 0.0)], 1, round_s=0.2, legs_s=0.0, now=0.0)
 
     assert book.believed(Claim(MALLORY, HONEST), now=0.0).speed.rows_1_s > before / 2
-    assert book.believed(Claim(BOB, HONEST), now=0.0).speed.rows_1_s > 1.0
+    # All of the round, and not the 4,000 s: they may be another's words.
+    assert book.believed(Claim(BOB, HONEST), now=0.0).speed.rows_1_s == pytest.approx(0.02, rel=1e-3)
+
+
+def test_times_that_a_last_stage_writes_for_others_make_nobody_slower_than_the_round_was_long() -> None:
+    book = ClaimBook()
+    observe(book, ALICE, 0.003)
+    for second in range(9):
+        told = [StageStep(ALICE, 10, 4294.0, 4294.0), StageStep(MALLORY, 10, 0.0, 0.0)]
+        book.observe_round(told, 1, round_s=0.070, legs_s=0.010, now=float(second))
+
+    belief = book.believed(Claim(ALICE, HONEST), now=9.0)
+    assert 10 * belief.speed.rows_1_s + belief.queue_s <= 0.060 * 1.001
+    assert belief.speed.rows_1_s < 2 * 0.003
+
+
+def test_legs_that_were_expected_too_long_make_nobody_much_faster_than_it_claims() -> None:
+    book = ClaimBook()
+    for _ in range(3):
+        book.observe_round([StageStep(ALICE, 10, 0.03, 0.0)], 1, round_s=0.04, legs_s=0.25, now=0.0)
+
+    assert book.believed(Claim(ALICE, HONEST), now=0.0).speed.rows_1_s == pytest.approx(0.003 / MAX_BETTER)
 
 
 def test_a_shortfall_is_remembered_whatever_is_announced_next_and_fades_slowly() -> None:
