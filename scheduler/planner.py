@@ -51,6 +51,7 @@ def plan_route(
     rules: Rules = _ANY_RULES,
     first_layers: Collection[int] | None = None,
     pinned: Sequence[RouteStage] = (),
+    known: Iterable[Candidate] = (),
     avoid: Avoid = _NOBODY,
     is_explained: bool = True,
     max_candidates: int = MAX_CANDIDATES,
@@ -62,11 +63,13 @@ def plan_route(
         first_layers: at which a stage may begin; None: at any.
         pinned: stages that the route has to have, as they are. They are asked neither for room nor whether the rules on
             single nodes allow them, and need not be among the candidates; the rules on whole routes count them.
+        known: what was believed of pinned peers when they were chosen, where no candidate covers their stage any more:
+            without it, nobody knows their operator and price.
         is_explained: False leaves out alternates, reasons and rejections, which take about as long as the route.
         max_candidates: that are searched.
     """
     ask = _Ask(legs, num_layers, workload, objective, rules, first_layers, tuple(pinned), avoid, max_candidates)
-    sorted_out = _field(ask, candidates)
+    sorted_out = _field(ask, candidates, known)
     gap = _gap(ask, sorted_out)
     if gap is not None:
         return gap if is_explained else replace(gap, rejections=())
@@ -107,6 +110,7 @@ def plan_patch(
     objective: Objective = Objective.LATENCY,
     rules: Rules = _ANY_RULES,
     first_layers: Collection[int] | None = None,
+    known: Iterable[Candidate] = (),
     avoid: Avoid = _NOBODY,
     is_explained: bool = False,
     max_candidates: int = MAX_CANDIDATES,
@@ -116,6 +120,7 @@ def plan_patch(
     Args:
         lost: places of the stages to replace, whose peers are avoided. Neighbours among them are replaced together, by
             one node or several.
+        known: of the stages that stay, see plan_route.
     """
     return plan_route(
         candidates,
@@ -126,6 +131,7 @@ def plan_patch(
         rules=rules,
         first_layers=first_layers,
         pinned=[stage for index, stage in enumerate(route) if index not in lost],
+        known=known,
         avoid=Avoid(avoid.peers | {route[index].peer for index in lost}, avoid.pairs),
         is_explained=is_explained,
         max_candidates=max_candidates,
@@ -204,10 +210,10 @@ class _Field:
     unsearched: tuple[Candidate, ...]
 
 
-def _field(ask: _Ask, candidates: Iterable[Candidate]) -> _Field:
+def _field(ask: _Ask, candidates: Iterable[Candidate], known_before: Iterable[Candidate]) -> _Field:
     cuts, open_layers = ask.cuts, ask.open_layers
     pins = {stage.peer: stage for stage in ask.pinned}
-    known: dict[PeerId, Candidate] = {}
+    known = {candidate.peer: candidate for candidate in known_before}
     usable: list[Candidate] = []
     without_room: list[Candidate] = []
     against_rules: list[Candidate] = []

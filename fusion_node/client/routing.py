@@ -488,6 +488,8 @@ class Router:
             objective=self.objective,
             rules=self.rules.resolve(nodes.keys()),
             first_layers=self._first_layers,
+            # A stage that stays may have announced meanwhile that it goes over to other layers.
+            known=self._candidates(node.record for node in kept.values()),
             avoid=avoid,
         )
         answer = search() if len(candidates) < CANDIDATES_ON_LOOP else await asyncio.to_thread(search)

@@ -306,6 +306,23 @@ def test_stages_that_stay_count_for_the_rules_on_the_whole_route() -> None:
     assert isinstance(plan_patch(nodes, TableLegs(), route, {1}, **options), Uncovered)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("rules", [Rules(one_shard_per_operator=True), Rules(max_route_price=15.5)])
+def test_stages_that_stay_and_have_begun_to_move_still_count_for_the_rules(rules: Rules) -> None:
+    moving, *others = (
+        node("a", 0, 15, operator="x", price=1.0),
+        node("b", 15, 30),
+        node("c", 15, 30, operator="x", price=1.0),
+        node("d", 15, 30, speed=0.005),
+    )
+    route = planned(moving, others[0]).route
+    for candidates in (others, [node("a", 15, 20), *others]):  # it may announce what it is going to hold
+        patch = plan_patch(
+            candidates, TableLegs(), route, {1}, num_layers=30, workload=WORK, rules=rules, known=[moving]
+        )
+        assert isinstance(patch, Planned)
+        assert stages(patch) == [("a", "0:15"), ("d", "15:30")]
+
+
 WORKLOADS = (
     Workload(100),
     Workload(

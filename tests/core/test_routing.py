@@ -53,6 +53,7 @@ class Node:
         )
         config = DiscoveryConfig(("127.0.0.1:0",), (), mdns=False, serve=True)
         self.discovery = MemoryDiscovery(self.identity, config, world, clock=time.time)
+        self.address = ""
         self.num_dialled = 0
 
     @property
@@ -60,9 +61,12 @@ class Node:
         return self.identity.peer_id
 
     async def start(self, record: NodeRecord) -> None:
-        address = await self.pool.listen(f"{self.host}:0")
+        self.address = await self.pool.listen(f"{self.host}:0")
         await self.discovery.start()
-        record = msgspec.structs.replace(record, peer=self.peer, data_addresses=(address,))
+        await self.announce(record)
+
+    async def announce(self, record: NodeRecord) -> None:
+        record = msgspec.structs.replace(record, peer=self.peer, data_addresses=(self.address,))
         await self.discovery.announce(sign_record(record, self.identity), [MODEL])
 
     @property
@@ -288,6 +292,22 @@ async def test_patch_finds_a_node_that_came_after_the_last_look(swarm: Swarm) ->
     assert patched is not None
     assert places(patched) == [(newcomer.peer, "0:12")]
     assert lost.peer not in {peer for peer, _ in patched.places}
+
+
+async def test_patch_keeps_operators_apart_though_a_stage_that_stays_begins_to_move(swarm: Swarm) -> None:
+    mover = await swarm.node(shard(0, 6), operator="anna")
+    lost = await swarm.node(shard(6, 12), operator="bob")
+    await swarm.node(shard(6, 12, 1.0), operator="anna")
+    other = await swarm.node(shard(6, 12, 9.0), operator="carol")
+    router = await swarm.router(rules=UserRules(distinct_operators=True))
+    planned = await router.route(64)
+    assert [place[0] for place in planned.places] == [mover.peer, lost.peer]
+    moving = record(shard(0, 6, is_ready=False), operator="anna", sequence=2)
+    await mover.announce(moving)
+    await router.refresh()
+    patched = await router.patch(planned, [1], 64)
+    assert patched is not None
+    assert places(patched) == [(mover.peer, "0:6"), (other.peer, "6:12")]
 
 
 async def test_of_a_large_swarm_a_part_is_measured_and_no_route_leads_over_the_rest_unmeasured(swarm: Swarm) -> None:
