@@ -317,9 +317,11 @@ class Orders:
         self._waiting = held
         return ready
 
-    def acknowledged(self, stage: int, num_positions: int) -> None:
-        """A stage at which orders end has so many positions."""
+    def acknowledged(self, stage: int, num_positions: int) -> bool:
+        """A stage at which orders end has so many positions. Whether an order is over by that."""
+        num_before = len(self._sent)
         self._sent = [o for o in self._sent if o.stop_stage != stage or o.stop > num_positions]
+        return len(self._sent) < num_before
 
     def answered(self, sequence: int) -> None:
         """The result of an entry is there."""
@@ -526,13 +528,17 @@ class Watch:
                 self._found.append(Verdict(accused, Cause.PAIR, accuser))
         self._end_round(now)
 
+    def all_applied(self, num_entries: int) -> None:
+        """The result of so many entries is there: that a stage has come so far is no news any more."""
+        for stage in range(len(self._round_trips)):
+            self._grows(stage, num_entries, num_entries)
+
     def progressed(self, stage: int, next_sequence: int, num_done: int, wait_s: float, *, now: MonotonicS) -> None:
-        """It has answered how far it is."""
+        """It has answered how far it is. Only what has grown has moved: a number that goes up and down is no work."""
         asked_at = self._asked.get(stage)
         if asked_at is not None:
             self._round_trips[stage].note(max(0.0, now - asked_at))
-        if self._progress.get(stage) != (next_sequence, num_done):
-            self._progress[stage] = (next_sequence, num_done)
+        if self._grows(stage, next_sequence, num_done):
             self._moved_at = now
         if next_sequence > num_done:
             self._claimed_wait_s = max(self._claimed_wait_s, min(wait_s, MAX_CLAIMED_WAIT_S))
@@ -587,6 +593,12 @@ class Watch:
         return found
 
     # inside
+
+    def _grows(self, stage: int, next_sequence: int, num_done: int) -> bool:
+        before = self._progress.get(stage, (0, 0))
+        after = (max(before[0], next_sequence), max(before[1], num_done))
+        self._progress[stage] = after
+        return after != before
 
     def _ask(self, stage: int, now: MonotonicS) -> None:
         if stage in self._asked or stage in self._gone:

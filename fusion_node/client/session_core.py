@@ -590,6 +590,8 @@ class SessionCore:
         if round_trip_s is not None:
             self._times.note(entry.num_positions, round_trip_s)
         self._orders.answered(message.sequence)
+        if message.epoch == self.plan.epoch:
+            self._watch.all_applied(self._num_results)
         self._renewed_at = self._last_result_at = now
         done = StepDone(
             message.sequence,
@@ -606,8 +608,8 @@ class SessionCore:
         if message.num_positions > self.num_positions or message.next_sequence > self._num_sent:
             self._fault_garbage(stage, "has computed what it was never sent")
             return
-        self._orders.acknowledged(stage, message.num_positions)
-        self._moved(now)
+        if self._orders.acknowledged(stage, message.num_positions):
+            self._moved(now)
 
     def _moved(self, now: MonotonicS) -> None:
         if self.state is SessionState.READY:
@@ -616,6 +618,9 @@ class SessionCore:
     # who cannot go on
 
     def _receive_progress(self, message: SessionProgress, stage: int, now: MonotonicS) -> None:
+        if not message.num_done <= message.next_sequence <= self._num_sent:
+            self._fault_garbage(stage, "says that it has or has computed what it was never sent")
+            return
         self._watch.progressed(stage, message.next_sequence, message.num_done, message.wait_s, now=now)
         if not self._is_lease_good(message, stage):
             self._fault_garbage(stage, "has signed another lease than was asked for")

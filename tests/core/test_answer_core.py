@@ -12,7 +12,7 @@ from fusion_node.client.answer_core import Opened, Place, RepairKind, RowsWanted
 from fusion_node.client.session_core import Prefix
 from fusion_node.errors import LocalProtocolError, NoRoute, PeerError, PeerRefused, RemoteProtocolError
 from fusion_node.types import PeerId
-from p2p.messages import SessionOpened, SessionProgress, SessionQuery
+from p2p.messages import Replayed, SessionOpened, SessionProgress, SessionQuery, StepResult
 from scheduler.repair_core import MAX_OPEN_ATTEMPTS
 from tests.core.answer_world import USER, Node, User, World, undisturbed
 
@@ -328,6 +328,44 @@ def test_stage_with_leases_of_no_length_does_not_have_the_user_ask_without_a_pau
     world.run(stop=lambda: user.is_done)
     assert user.tokens == EXPECTED
     assert num_queries <= 3 * (world.now - 1000.0 + 1.0)
+
+
+@pytest.mark.parametrize("lie", ["nothing", "progress", "flapping", "replayed"])
+def test_last_stage_that_withholds_results_is_replaced_whatever_it_says(lie: str) -> None:
+    world, nodes, _ = world_of_three()
+    liar, send, is_lying, num_told = nodes[2], world.send, False, 0
+
+    def lying(source: PeerId, target: PeerId, message: object, rows: tuple[int, ...] = ()) -> bool:
+        nonlocal num_told
+        if is_lying and source == liar.peer:
+            if isinstance(message, StepResult):
+                return True
+            if isinstance(message, SessionProgress) and lie in ("progress", "flapping"):
+                num_told += 1
+                more = num_told if lie == "progress" else -(num_told % 2)
+                done, come = message.num_done + more, message.next_sequence + more
+                message = msgspec.structs.replace(message, num_done=done, next_sequence=come)
+        return send(source, target, message, rows)
+
+    def spam() -> None:
+        stages = [place.peer for place in user.core.places]
+        if liar.peer in stages and not user.is_done:
+            replayed = Replayed(user.core.session, user.core.epoch, stages.index(liar.peer), 0, 0)
+            send(liar.peer, USER, replayed)
+            world.after(0.4, spam)
+
+    def begin() -> None:
+        nonlocal is_lying
+        is_lying = True
+        if lie == "replayed":
+            spam()
+
+    world.send = lying  # type: ignore[method-assign]
+    user = world.answer(PROMPT, NUM_TOKENS)
+    at_token(user, 4, begin)
+    finish(world, user)
+    assert [repair.peer for repair in user.repairs] == [liar.peer]
+    assert user.avoided == [liar.peer]
 
 
 def test_nodes_that_refuse_from_the_beginning_are_each_tried_and_told_of() -> None:

@@ -244,7 +244,9 @@ def test_no_more_orders_of_one_source_are_on_their_way_than_allowed() -> None:
     assert not isinstance(orders, NotRetained)
     sending = Orders(orders)
     assert len(sending.next_ready()) == ORDERS_IN_FLIGHT
-    sending.acknowledged(1, 512)
+    assert sending.acknowledged(1, 512)
+    assert not sending.acknowledged(1, 512)
+    assert not sending.acknowledged(0, 1000)
     assert [order.first_position for order in sending.next_ready()] == [1024, 1280]
 
 
@@ -390,6 +392,36 @@ def test_result_that_never_comes_is_the_last_stages_fault() -> None:
     watch = Watch([0.01] * 2)
     watch.expect(0.5, now=T0)
     assert rounds(watch, [(5, 5, 0.0), (5, 5, 0.0)])[1] == [Verdict(1, Cause.STUCK)]
+
+
+def test_numbers_that_go_up_and_down_are_no_progress() -> None:
+    watch = Watch([0.01] * 2)
+    watch.expect(0.5, now=T0)
+    num_asked = 0
+    while (due := watch.get_timer()) is not None and due < at(60.0):
+        watch.handle_timer(now=due)
+        for stage in watch.to_ask():
+            num_asked += 1
+            watch.progressed(stage, 5, 5 - num_asked // 2 % 2 if stage else 5, 0.0, now=due)
+        if found := watch.found():
+            assert found == [Verdict(1, Cause.STUCK)]
+            return
+    raise AssertionError("nobody was found")
+
+
+def test_what_a_result_has_shown_is_no_progress_when_a_stage_tells_it_bit_by_bit() -> None:
+    watch = Watch([0.01] * 2)
+    watch.expect(0.5, now=T0)
+    watch.all_applied(1000)
+    told = 0
+    while (due := watch.get_timer()) is not None and due < at(60.0):
+        watch.handle_timer(now=due)
+        for stage in watch.to_ask():
+            told += 1
+            watch.progressed(stage, told, told, 0.0, now=due)
+        if watch.found():
+            return
+    raise AssertionError("nobody was found")
 
 
 def test_stage_that_says_how_long_steps_wait_is_believed_so_long() -> None:

@@ -406,6 +406,24 @@ def test_step_that_makes_no_progress_is_put_down_to_the_stage_that_has_it() -> N
     assert now - T0 >= STUCK_S
 
 
+@pytest.mark.parametrize("progress", [(1, 2), (2, 0), (2, 2), (0, 1)])
+def test_progress_beyond_what_was_sent_is_a_fault(progress: tuple[int, int]) -> None:
+    session = opened()
+    send(session)
+    session.receive(SessionProgress(KEY, EPOCH, 0, *progress, 120.0, 0.0), source=PEERS[0], now=T0)
+    fault = fault_of(session)
+    assert (fault.stage, fault.cause) == (0, Cause.GARBAGE)
+
+
+def test_acknowledgement_of_nothing_is_no_progress() -> None:
+    session = opened()
+    send(session)
+    due = session.get_timer()
+    session.receive(Replayed(KEY, EPOCH, 2, 0, 0), source=PEERS[2], now=at(0.1))
+    assert events(session) == []
+    assert session.get_timer() == due
+
+
 def test_stage_that_is_about_to_leave_serves_on() -> None:
     session = opened()
     send(session)
