@@ -70,6 +70,9 @@ MAX_CLAIMED_WAIT_S = 20.0
 LATE_S = 0.1
 """A timer that comes later says that this program did not run. An event loop under load is late by 10 to 50 ms."""
 
+MAX_POSTPONED = 3
+"""Times in a row. What has come by then was read: a program that is always late has to judge at some time."""
+
 AVOID_S = 30.0
 MAX_AVOID_S = 240.0
 MAX_REPAIRS = 8
@@ -486,6 +489,7 @@ class Watch:
         self._accusations: list[tuple[int, int]] = []
         self._progress: dict[int, tuple[int, int]] = {}
         self._claimed_wait_s = 0.0
+        self._num_postponed = 0
         self._to_ask: list[int] = []
         self._found: list[Verdict | Recovered] = []
 
@@ -560,14 +564,16 @@ class Watch:
         return min(due, default=None)
 
     def handle_timer(self, *, now: MonotonicS) -> None:
-        """May be called late, never early: how late is added to everybody's time."""
+        """May be called late, never early: how late is added to everybody's time, MAX_POSTPONED times in a row."""
         due = self.get_timer()
         if due is None or now < due:
             return
-        if now - due > LATE_S:
+        if now - due > LATE_S and self._num_postponed < MAX_POSTPONED:
             # What has come meanwhile is read before anybody is judged.
+            self._num_postponed += 1
             self._postpone(now - due + min(now - due, MIN_PROBE_S))
             return
+        self._num_postponed = 0
         for stage in sorted(stage for stage, at in self._judged.items() if at <= now):
             del self._judged[stage]
             self._asked.pop(stage, None)

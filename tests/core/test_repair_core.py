@@ -330,6 +330,21 @@ def test_own_absence_is_held_against_nobody() -> None:
     assert judged(watch, at(12.0)) == [Verdict(0, Cause.SILENT)]
 
 
+@pytest.mark.parametrize("late_s", [0.15, 2.0])
+def test_program_that_is_always_late_finds_who_is_dead_and_nobody_else(late_s: float) -> None:
+    watch = Watch([0.01, 0.01])
+    watch.expect(1.0, now=T0)
+    while (due := watch.get_timer()) is not None and due < at(60.0):
+        now = MonotonicS(due + late_s)
+        watch.handle_timer(now=now)
+        if found := watch.found():
+            assert found == [Verdict(1, Cause.SILENT)]
+            return
+        if 0 in watch.to_ask():
+            watch.progressed(0, 1, 1, 0.0, now=now)
+    raise AssertionError("nobody was found")
+
+
 def test_expectation_that_was_met_asks_nobody() -> None:
     watch = Watch([0.01])
     watch.expect(0.5, now=T0)
