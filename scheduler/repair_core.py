@@ -676,6 +676,7 @@ class RepairPolicy:
     _pairs: dict[tuple[PeerId, PeerId], _Avoided] = field(default_factory=dict)
     _num_attempts: int = 0
     _was_open: bool = False
+    _have_dropped: set[PeerId] = field(default_factory=set)
 
     def failed(self, peer: PeerId, *, now: MonotonicS) -> None:
         """It is avoided for some time."""
@@ -684,6 +685,12 @@ class RepairPolicy:
     def pair_failed(self, one: PeerId, other: PeerId, *, now: MonotonicS) -> None:
         """They are avoided as neighbours for some time."""
         _avoid(self._pairs, (min(one, other), max(one, other)), now)
+
+    def has_dropped(self, peer: PeerId, *, now: MonotonicS) -> None:
+        """It has not kept what it handed on. Once may be for want of room; who does it again is avoided."""
+        if peer in self._have_dropped:
+            self.failed(peer, now=now)
+        self._have_dropped.add(peer)
 
     def avoid_peers(self, *, now: MonotonicS) -> frozenset[PeerId]:
         """Those to be avoided now."""

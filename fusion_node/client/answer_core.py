@@ -40,7 +40,7 @@ from fusion_node.client.session_core import (
     SessionState,
     StepDone,
 )
-from fusion_node.errors import FusionError, NoPeers, NoRoute, PeerError, RemoteProtocolError
+from fusion_node.errors import FusionError, NoPeers, NoRoute, PeerError, PeerRefused, RemoteProtocolError
 from fusion_node.types import LayerRange, MonotonicS, PeerId
 from p2p.identity import short
 from p2p.messages import AnyMessage, Step, TensorMeta
@@ -653,8 +653,7 @@ class AnswerCore:
                 case Recovered(stage):
                     self._recovered(stage)
                 case CannotResume(stage):
-                    peer = self.places[stage].peer
-                    self._try_again(now, with_whole=f"node {short(peer)} has not kept what it handed on")
+                    self._cannot_resume(stage, now)
         if self._session is not None:
             self._outbox += self._session.messages_to_send()
 
@@ -711,6 +710,14 @@ class AnswerCore:
             self._avoid(fault.error, now)
         self._note_repair(fault, now)
         self._try_again(now)
+
+    def _cannot_resume(self, stage: int, now: MonotonicS) -> None:
+        peer = self.places[stage].peer
+        error = PeerRefused(peer, f"node {short(peer)} has not kept what it handed on")
+        self._last_error = self._last_error or error
+        self._policy.has_dropped(peer, now=now)
+        self._note_repair(Fault(stage, Cause.REFUSED, error), now)
+        self._try_again(now, with_whole=str(error))
 
     def _recovered(self, stage: int) -> None:
         self._faults.pop(stage, None)

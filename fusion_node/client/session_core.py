@@ -636,9 +636,13 @@ class SessionCore:
             self._fault(stage, Cause.REFUSED, PeerRefused(source, f"node {short(source)} refuses: {reason}"))
 
     def _receive_failed(self, message: SessionFailed, stage: int, now: MonotonicS) -> None:
-        """A stage may name a neighbour as the cause; it may lie, so both names are in the error."""
+        """A stage may name a neighbour as the cause; it may lie, so both names are in the error.
+
+        That rows are gone is believed of whom they were asked: everything is computed again for it.
+        """
         source, reason = self._peers[stage], printable(message.reason)
-        if message.code == NOT_RETAINED and message.is_kept:
+        is_source = any(order.source == stage for order in self._orders.in_flight)
+        if message.code == NOT_RETAINED and message.is_kept and is_source:
             self.state = SessionState.BROKEN
             self._events.append(CannotResume(stage))
         elif message.culprit in self._peers and message.culprit != source:

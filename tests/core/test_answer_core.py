@@ -12,7 +12,16 @@ from fusion_node.client.answer_core import Opened, Place, RepairKind, RowsWanted
 from fusion_node.client.session_core import Prefix
 from fusion_node.errors import LocalProtocolError, NoRoute, PeerError, PeerRefused, RemoteProtocolError
 from fusion_node.types import PeerId
-from p2p.messages import Replayed, SessionOpened, SessionProgress, SessionQuery, StepResult
+from p2p.messages import (
+    NOT_RETAINED,
+    Replayed,
+    Resend,
+    SessionFailed,
+    SessionOpened,
+    SessionProgress,
+    SessionQuery,
+    StepResult,
+)
 from scheduler.repair_core import MAX_OPEN_ATTEMPTS
 from tests.core.answer_world import USER, Node, User, World, undisturbed
 
@@ -251,6 +260,44 @@ def test_source_that_retains_nothing_has_everything_computed_again() -> None:
     assert user.num_sessions == 2
     assert user.repairs[0].kind is RepairKind.PREFILLED
     assert user.repairs[0].replayed_positions >= 3 * (len(PROMPT) + 4)
+
+
+def test_stage_that_always_says_that_its_rows_are_gone_is_replaced_once() -> None:
+    num_tokens = 40
+    world, nodes, _ = world_of_three()
+    liar = nodes[1].peer
+    user = world.answer(PROMPT, num_tokens)
+
+    def lie() -> None:
+        stages = [place.peer for place in user.core.places]
+        if liar in stages and not user.is_done:
+            core = user.core
+            gone = SessionFailed(core.session, core.epoch, stages.index(liar), NOT_RETAINED, "a lie", "", True)
+            world.send(liar, USER, gone)
+
+    user.on_token = lambda count: world.after(0.03, lie)
+    world.run(stop=lambda: user.is_done)
+    assert user.tokens == undisturbed(PROMPT, num_tokens)
+    assert user.num_sessions == 1
+    assert [(repair.peer, repair.cause) for repair in user.repairs] == [(liar, "refused")]
+    assert user.avoided == [liar]
+
+
+def test_source_that_drops_its_rows_during_a_replay_is_told_of_as_a_repair() -> None:
+    world, nodes, _ = world_of_three()
+    user = world.answer(PROMPT, NUM_TOKENS)
+    at_token(user, 4, lambda: world.kill(nodes[1]))
+    send = world.send
+
+    def drop(source: PeerId, target: PeerId, message: object, rows: tuple[int, ...] = ()) -> bool:
+        if isinstance(message, Resend):
+            nodes[0].serving.outputs.drop((USER, message.session))
+        return send(source, target, message, rows)
+
+    world.send = drop  # type: ignore[method-assign]
+    finish(world, user)
+    assert user.num_sessions == 2
+    assert [(repair.kind, repair.peer) for repair in user.repairs] == [(RepairKind.PREFILLED, nodes[1].peer)]
 
 
 def test_alternates_that_all_refuse_have_everything_computed_elsewhere() -> None:

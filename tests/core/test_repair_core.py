@@ -502,6 +502,16 @@ def test_who_failed_is_avoided_for_a_while_and_twice_as_long_the_second_time() -
     assert policy.avoid_peers(now=at(MAX_AVOID_S)) == frozenset()
 
 
+def test_who_has_not_kept_its_rows_is_avoided_the_second_time() -> None:
+    policy = RepairPolicy()
+    policy.has_dropped(A, now=T0)
+    assert policy.avoid_peers(now=T0) == frozenset()
+    policy.has_dropped(B, now=T0)
+    policy.progressed()
+    policy.has_dropped(A, now=T0)
+    assert policy.avoid_peers(now=at(AVOID_S - 1)) == {A}
+
+
 def test_attempts_are_bounded_and_begin_anew_with_every_result() -> None:
     policy = RepairPolicy()
     opening = [policy.next_attempt() for _ in range(MAX_OPEN_ATTEMPTS)]

@@ -771,9 +771,24 @@ def test_stage_that_retains_nothing_cannot_be_a_source() -> None:
 
 
 def test_stage_that_has_dropped_rows_since_cannot_be_a_source_either() -> None:
-    session = decoding()
-    session.receive(SessionFailed(KEY, EPOCH, 0, NOT_RETAINED, "gone", "", True), source=PEERS[0], now=T0)
+    session = replaced(1)
+    session.receive(has(0, 4, 8, 8), source=PEERS[0], now=T0)
+    session.receive(has(1, 0, 0, 0), source=NEW, now=T0)
+    session.receive(has(2, 3, 7, 0), source=PEERS[2], now=T0)
+    events(session)
+    session.receive(SessionFailed(KEY, EPOCH + 1, 0, NOT_RETAINED, "gone", "", True), source=PEERS[0], now=T0)
     assert events(session) == [CannotResume(0)]
+
+
+def test_stage_that_has_dropped_rows_that_nobody_asked_for_has_ended_the_session() -> None:
+    session = replaced(1)
+    session.receive(has(0, 4, 8, 8), source=PEERS[0], now=T0)
+    session.receive(has(1, 0, 0, 0), source=NEW, now=T0)
+    session.receive(has(2, 3, 7, 0), source=PEERS[2], now=T0)
+    events(session)
+    session.receive(SessionFailed(KEY, EPOCH + 1, 1, NOT_RETAINED, "gone", "", True), source=NEW, now=T0)
+    fault = fault_of(session)
+    assert (fault.stage, fault.cause, fault.error.peer) == (1, Cause.REFUSED, NEW)
 
 
 def test_row_that_cannot_be_used_is_awaited_again_from_another() -> None:
