@@ -1,0 +1,697 @@
+"""The loop of speculative decoding: drafting, sending and receiving, none of which waits for another.
+
+What it takes for one answer is three flows. The drafter is asked for candidates below the most probable nodes that have
+none, one batch after another. The most probable nodes that are worth a row leave in frames, one per pass of the slowest
+stage. Rows that come back move the root: the row of the last committed token says the next one; where that is in the
+tree, what is below it goes on being valid, and where it is not, it leaves in the very call that found out.
+
+Guarantees: tokens are committed in order, each chosen from the row of the path before it, so that nothing a drafter, a
+stage's clock or price, or a delay does can change them. A frame names its nodes' parents, which were sent before or are
+in it; ids go up without gaps. Nothing is sent below a token that ends the answer. Rows uncommitted at the stages never
+exceed ``max_in_flight``, nor positions ``max_positions``; what is known to come next always finds room.
+
+Assumes: a shell that does what the events say in their order, answers each Expand and each Choose once, and hands every
+frame's rows to ``returned`` in the order of frames; the stages apply the log of docs/protocol-data-plane.md. The prompt
+is sent and committed by the shell.
+
+States: waiting for the prompt's row; going on; paused (nothing is sent, while stages are replaced); over.
+Timer: when the next frame is due, in seconds of the monotonic clock.
+
+Source: docs/speculation.md. Still ugly: the pace is that of the slowest stage as the results tell it, one round trip
+late.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from fusion_node.client.token_tree import NodeState, TokenTree, TreeNode
+from fusion_node.errors import LocalProtocolError
+from fusion_node.types import MonotonicS
+from scheduler.speculation import LEAST_PROBABILITY, Mode, ModePolicy, least_worth
+
+MAX_IN_FLIGHT = 256
+"""Rows uncommitted at the stages. Twice as many bring 5 % at round trips of 100 ms, and hold twice the KV."""
+
+FRAME_ROWS = 32
+"""Of a frame. More rows raise the latency of everything behind them by more than they bring (docs/speculation.md)."""
+
+SLOW_FRAME_ROWS = 4
+"""Of a frame where the wire is slower than the stages: the first rows leave before the last are there."""
+
+SLOW_WIRE_ROWS = 16
+"""A wire is slow that takes longer for so many rows than the slowest stage for a pass."""
+
+EXPAND_NODES = 8
+"""Nodes of one forward of the drafter: as many cost hardly more than one, and more bring nothing."""
+
+WIDTH = 8
+"""Candidates per node."""
+
+MAX_TREE_NODES = 4096
+"""Live nodes; beyond, nothing is drafted. Reached only by drafters that are sure of everything."""
+
+FIRST_PACE_S = 0.01
+"""Between frames until a stage has said how long a pass takes."""
+
+MAX_PACE_S = 1.0
+"""A stage that claims longer passes is not waited for."""
+
+MAX_PRICE_S = 0.05
+"""Of one row on one stage: what a slow CPU takes with a dozen sessions waiting. A stage that claims more is not
+believed; it can make its users send little, never nothing."""
+
+RATE_TOKENS = 24
+"""Over which the tokens per second are averaged that a row's price is compared with."""
+
+_WEIGHT = 0.125
+"""Of a new measurement in a running mean: that of TCP's round-trip time (RFC 6298)."""
+
+
+# what the core asks of its shell, and tells it
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """To be sent to the first stage as one entry of the session's log.
+
+    Attributes:
+        sequence: of the entry.
+        first_node: id of the first node; the others follow.
+        tokens: per node. Their embeddings are the rows.
+        parents: per node, the id of the node that it hangs on.
+        positions: per node.
+        advance: the last committed node, if that was not said before; else 0.
+        want: nodes whose rows are to come back.
+    """
+
+    sequence: int
+    first_node: int
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]
+    positions: tuple[int, ...]
+    advance: int
+    want: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Expand:
+    """Candidates are wanted: answered by ``drafted`` or ``not_drafted`` with this number. At most one is out at a time.
+
+    Attributes:
+        position: of the token that follows the empty path: all before it were committed by earlier events.
+        paths: per node, tokens beyond those.
+        width: candidates per path, at most.
+    """
+
+    number: int
+    position: int
+    paths: tuple[tuple[int, ...], ...]
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choose:
+    """The token at ``position`` is to be chosen from this row: answered by ``chosen``. At most one is out at a time.
+
+    Attributes:
+        ahead: rows that will probably be next, should the text go on as it was guessed; to be computed with it where
+            several cost hardly more than one.
+    """
+
+    position: int
+    row: Any = field(repr=False)
+    ahead: tuple[Any, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A token of the answer.
+
+    Attributes:
+        is_last: it ends the answer; nothing is sent any more.
+    """
+
+    token: int
+    position: int
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CancelDead:
+    """Rows that are on their way have become useless; stages may be told beside the log, and need not be.
+
+    Attributes:
+        root: id of a committed node. Nodes that neither lead to it nor descend from it are dead.
+        is_leaf: so are the nodes sent before this that descend from it.
+    """
+
+    root: int
+    is_leaf: bool
+
+
+SpeculationEvent: TypeAlias = "Frame | Expand | Choose | Commit | CancelDead"
+
+
+@dataclass(frozen=True, slots=True)
+class StageCost:
+    """What a stage says of a frame.
+
+    Attributes:
+        pass_s: of the forward that it was in.
+        price_s: by how much one more row would have delayed all that wait there.
+    """
+
+    pass_s: float
+    price_s: float
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """Of one answer.
+
+    Attributes:
+        num_tokens: committed.
+        num_rows, num_frames: sent.
+        num_corrections: tokens that were not in the tree, or not sent yet, when they were chosen.
+        num_candidates: tokens for whose place there had been candidates when they were chosen.
+        num_first: of them, tokens that had been the first candidate.
+        num_drafts: batches that the drafter was asked for.
+        depths: sum over tokens of the depth of what was on its way below them.
+        latency_s: of a frame, from sending it until its rows were there; a running mean.
+        price_s: of one row, over all stages and the wire; a running mean.
+        least: the probability that a node needs now to be sent.
+        mode: the present one.
+    """
+
+    num_tokens: int = 0
+    num_rows: int = 0
+    num_frames: int = 0
+    num_corrections: int = 0
+    num_candidates: int = 0
+    num_first: int = 0
+    num_drafts: int = 0
+    depths: int = 0
+    latency_s: float = 0.0
+    price_s: float = 0.0
+    least: float = LEAST_PROBABILITY
+    mode: Mode = Mode.PLAIN
+
+
+@dataclass(slots=True)
+class _SentFrame:
+    sent_at: MonotonicS
+    num_rows: int
+    is_alone: bool
+
+
+class _PassTime:
+    """Seconds of a stage's pass by the rows of our frame in it: a line through what was measured, lately above all."""
+
+    def __init__(self) -> None:
+        self._rows = self._seconds = self._rows2 = self._product = 0.0
+        self._is_known = False
+
+    def learn(self, num_rows: int, seconds: float) -> None:
+        seconds = min(max(seconds, 0.0), MAX_PACE_S)
+        new = (float(num_rows), seconds, float(num_rows * num_rows), num_rows * seconds)
+        old = (self._rows, self._seconds, self._rows2, self._product)
+        if self._is_known:
+            new = tuple(o + _WEIGHT * (n - o) for o, n in zip(old, new, strict=True))  # type: ignore[assignment]
+        self._rows, self._seconds, self._rows2, self._product = new
+        self._is_known = True
+
+    def predict(self, num_rows: int) -> float:
+        variance = self._rows2 - self._rows**2
+        if variance < 1.0:
+            return self._seconds
+        slope = min(max((self._product - self._rows * self._seconds) / variance, 0.0), self._seconds / self._rows)
+        return max(0.0, self._seconds + slope * (num_rows - self._rows))
+
+
+class SpeculationCore:
+    """One answer.
+
+    Args:
+        last_token: of the prompt.
+        num_prompt: positions of the prompt. It was sent as one node per position, node of position p being p + 1, and
+            its last row is awaited: it is the row of node ``num_prompt``.
+        stop_position: the answer ends before it.
+        stop_tokens: that end it when they are committed.
+        max_positions: that the stages have reserved.
+        next_sequence: of the first frame.
+        policy: decides on the mode; kept by the caller where it serves several answers.
+        max_in_flight: see MAX_IN_FLIGHT.
+        has_drafter: whether Expand is ever answered.
+
+    Attributes:
+        stats: what has happened so far.
+        is_over: the last token was committed, or it was closed.
+    """
+
+    def __init__(
+        self,
+        *,
+        last_token: int,
+        num_prompt: int,
+        stop_position: int,
+        stop_tokens: frozenset[int],
+        max_positions: int,
+        next_sequence: int,
+        policy: ModePolicy | None = None,
+        max_in_flight: int = MAX_IN_FLIGHT,
+        has_drafter: bool = True,
+    ) -> None:
+        if not 1 <= num_prompt < stop_position:
+            raise LocalProtocolError(f"an answer of {stop_position - num_prompt} tokens after {num_prompt} positions")
+        self.stats = SpeculationStats()
+        self.is_over = False
+        self._stop_position = stop_position
+        self._stop_tokens = stop_tokens
+        self._max_positions = max_positions
+        self._policy = ModePolicy() if policy is None else policy
+        self._max_in_flight = max_in_flight
+        self._has_drafter = has_drafter
+        self._tree = TokenTree(last_token, num_prompt - 1)
+        self._decision = self._policy.decide(now=MonotonicS(0.0))
+        self._first_committed = num_prompt
+        """Position of ``_committed[0]``."""
+        self._committed: list[tuple[int, int]] = []
+        """Token and id of each committed position of the answer; 0 where it was not sent yet."""
+        self._num_resend = 0
+        """Committed positions before the root that the stages have lost."""
+        self._is_paused = False
+        self._is_choosing = False
+        self._has_row = False
+        """Any row has come back: the prompt is through."""
+        self._next_sequence = next_sequence
+        self._last_id = num_prompt
+        self._log_positions = num_prompt
+        """Committed in the log of the stages, once it is applied."""
+        self._log_live: list[TreeNode] = []
+        """Live in it."""
+        self._in_flight: dict[int, TreeNode] = {}
+        self._frames: dict[int, _SentFrame] = {}
+        self._next_send_at = MonotonicS(0.0)
+        self._num_expanded = 0
+        self._expanding: list[TreeNode] | None = None
+        self._expanded_at = MonotonicS(0.0)
+        self._draft_s: float | None = None
+        self._passes: list[_PassTime] = []
+        self._prices: list[float] = []
+        self._uplink_row_s = 0.0
+        self._commit_times: deque[MonotonicS] = deque(maxlen=RATE_TOKENS + 1)
+        self._events: deque[SpeculationEvent] = deque()
+        self._expect_root(num_prompt)
+
+    # what the shell says
+
+    def start(self, *, now: MonotonicS) -> None:
+        """Drafting may begin; frames follow when the row of the prompt is there."""
+        self._go(now)
+
+    def returned(
+        self,
+        sequence: int,
+        rows: Sequence[tuple[int, Any]],
+        *,
+        costs: Sequence[StageCost] = (),
+        now: MonotonicS,
+    ) -> None:
+        """Rows have come back, with their nodes' ids.
+
+        Raises:
+            LocalProtocolError: a row was not awaited.
+        """
+        self._measure(sequence, costs, now)
+        for node_id, row in rows:
+            node = self._in_flight.pop(node_id, None)
+            if node is None:
+                raise LocalProtocolError(f"node {node_id} was not awaited")
+            node.state = NodeState.RETURNED
+            node.row = row if node.is_live else None
+        self._has_row = True
+        self._choose()
+        if not self._is_choosing:
+            self._go(now)
+
+    def chosen(self, position: int, token: int, *, now: MonotonicS) -> None:
+        """The answer to Choose.
+
+        Raises:
+            LocalProtocolError: this position was not to be chosen.
+        """
+        before = self._tree.root
+        if self.is_over:
+            return
+        if not self._is_choosing or position != before.position + 1:
+            raise LocalProtocolError(f"the token at position {position} was not to be chosen")
+        self._is_choosing = False
+        if before.guess is not None:
+            self._policy.drafted(is_right=before.guess == token)
+            self.stats.num_candidates += 1
+            self.stats.num_first += before.guess == token
+        root, _ = self._tree.advance(token)
+        self._committed.append((token, root.id))
+        self.stats.num_tokens += 1
+        self.stats.num_corrections += root.state is NodeState.UNSENT
+        self._commit_times.append(now)
+        self._policy.committed(now=now)
+        self.is_over = token in self._stop_tokens or position + 1 >= self._stop_position
+        self._events.append(Commit(token, position, self.is_over))
+        if self.is_over:
+            return
+        self._cancel(before, root)
+        if root.state is NodeState.RETURNED:
+            self._choose()
+            return
+        self._decision = self._policy.decide(now=now)
+        self.stats.mode = self._decision.mode
+        self._go(now)
+
+    def drafted(self, number: int, candidates: Sequence[Sequence[tuple[int, float, str]]], *, now: MonotonicS) -> None:
+        """The answer to Expand: per path tokens with their calibrated probabilities and sources, best first."""
+        nodes = self._end_expansion(number)
+        taken = now - self._expanded_at
+        self._draft_s = taken if self._draft_s is None else self._draft_s + _WEIGHT * (taken - self._draft_s)
+        for node, found in zip(nodes, candidates, strict=True):
+            if not node.is_live:
+                continue
+            total = max(1.0, sum(probability for _, probability, _ in found))
+            for token, probability, _ in found:
+                if node.guess is None:
+                    node.guess = token
+                if token not in self._stop_tokens and node.position + 2 < self._stop_position:
+                    self._tree.add(node, token, probability / total)
+        self._go(now)
+
+    def not_drafted(self, number: int, *, is_final: bool, now: MonotonicS) -> None:
+        """The drafter has failed; with ``is_final`` the answer goes on without it."""
+        for node in self._end_expansion(number):
+            if node.is_live:
+                self._tree.put_back_unexpanded(node)
+        self._has_drafter = self._has_drafter and not is_final
+        self._go(now)
+
+    def uplink_changed(self, row_s: float) -> None:
+        """How long a row takes on the wire to the first stage, as last measured."""
+        self._uplink_row_s = max(0.0, row_s)
+
+    def pause(self) -> None:
+        """The stages are being replaced: nothing is sent until ``restart``."""
+        self._is_paused = True
+        self._policy.paused()
+
+    def restart(self, num_committed: int, *, next_sequence: int, now: MonotonicS) -> None:
+        """The stages hold the first positions of prompt and answer, node of position p being p + 1, and nothing else.
+
+        Everything else that is live is sent again. Where the last committed token is among these positions and its row
+        has not come back, it comes as that of its node.
+
+        Raises:
+            LocalProtocolError: so many were not committed, or the prompt is not among them.
+        """
+        root = self._tree.root
+        if not self._first_committed <= num_committed <= root.position + 1:
+            raise LocalProtocolError(f"the stages cannot hold {num_committed} positions")
+        self._is_paused = False
+        self._in_flight.clear()
+        self._frames.clear()
+        self._log_live.clear()
+        self._last_id = self._log_positions = num_committed
+        self._next_sequence = next_sequence
+        self._next_send_at = now
+        self._num_resend = max(0, root.position - num_committed)
+        kept = num_committed - self._first_committed
+        self._committed = [
+            (token, self._first_committed + index + 1 if index < kept else 0)
+            for index, (token, _) in enumerate(self._committed)
+        ]
+        if root.position >= num_committed:
+            self._tree.unsend_root()
+        elif root.state is not NodeState.RETURNED:
+            self._expect_root(num_committed)
+        self._tree.unsend()
+        self._go(now)
+
+    def committed_ids(self, first_position: int) -> tuple[int, ...]:
+        """Ids of the committed nodes from a position on, up to the first that was not sent."""
+        ids: list[int] = list(range(first_position + 1, self._first_committed + 1))
+        for _, node_id in self._committed[max(0, first_position - self._first_committed) :]:
+            if not node_id:
+                break
+            ids.append(node_id)
+        return tuple(ids)
+
+    def close(self) -> None:
+        """The answer is over for the user."""
+        self.is_over = True
+        self._events.clear()
+
+    # time and what comes out
+
+    def get_timer(self) -> MonotonicS | None:
+        """When handle_timer is due."""
+        return self._next_send_at if self._may_send_more() else None
+
+    def handle_timer(self, *, now: MonotonicS) -> None:
+        """May be called late, never early."""
+        self._go(now)
+
+    def next_event(self) -> SpeculationEvent | None:
+        """Drained one by one, in order."""
+        return self._events.popleft() if self._events else None
+
+    @property
+    def num_positions(self) -> int:
+        """Of prompt and answer so far."""
+        return self._tree.root.position + 1
+
+    # receiving
+
+    def _expect_root(self, node_id: int) -> None:
+        root = self._tree.root
+        root.state, root.id = NodeState.SENT, node_id
+        self._in_flight[node_id] = root
+
+    def _choose(self) -> None:
+        root = self._tree.root
+        if self._is_choosing or self.is_over or root.state is not NodeState.RETURNED:
+            return
+        self._is_choosing = True
+        ahead: list[Any] = []
+        node = root
+        while node.children:
+            node = max(node.children.values(), key=lambda child: child.log_p)
+            if node.state is not NodeState.RETURNED:
+                break
+            ahead.append(node.row)
+        self._events.append(Choose(root.position + 1, root.row, tuple(ahead)))
+
+    def _cancel(self, before: TreeNode, root: TreeNode) -> None:
+        if all(node.is_live for node in self._in_flight.values()):
+            return
+        if root.id:
+            self._events.append(CancelDead(root.id, is_leaf=False))
+        elif before.id:
+            self._events.append(CancelDead(before.id, is_leaf=True))
+
+    def _measure(self, sequence: int, costs: Sequence[StageCost], now: MonotonicS) -> None:
+        sent = self._frames.pop(sequence, None)
+        if sent is None:
+            return
+        took = now - sent.sent_at
+        stats = self.stats
+        stats.latency_s = took if not stats.latency_s else stats.latency_s + _WEIGHT * (took - stats.latency_s)
+        if sent.is_alone:
+            self._policy.plain_step(took)
+        if len(costs) != len(self._passes):
+            self._passes = [_PassTime() for _ in costs]
+            self._prices = [min(max(0.0, cost.price_s), MAX_PRICE_S) for cost in costs]
+        for index, cost in enumerate(costs):
+            self._passes[index].learn(sent.num_rows, cost.pass_s)
+            price = min(max(0.0, cost.price_s), MAX_PRICE_S)
+            self._prices[index] += _WEIGHT * (price - self._prices[index])
+        stats.price_s = sum(self._prices) + self._uplink_row_s
+        if self._draft_s is not None:
+            self._policy.chain_cost(draft_s=self._draft_s, price_s=stats.price_s)
+
+    # sending
+
+    def _go(self, now: MonotonicS) -> None:
+        if self._may_send:
+            while self._send(now):
+                pass
+        self._draft(now)
+
+    @property
+    def _may_send(self) -> bool:
+        return self._has_row and not self._is_paused and not self.is_over
+
+    def _may_send_more(self) -> bool:
+        """Whether a frame is only waiting for its time."""
+        if not self._may_send or self._decision.mode is not Mode.TREE or self._room() < 1:
+            return False
+        node = self._tree.peek_unsent()
+        return node is not None and self._tree.probability(node) >= self.stats.least
+
+    def _send(self, now: MonotonicS) -> bool:
+        root = self._tree.root
+        is_urgent = root.state is NodeState.UNSENT
+        nodes: list[TreeNode] = []
+        match self._decision.mode:
+            case Mode.PLAIN:
+                nodes = [root] if is_urgent else []
+            case Mode.CHAIN:
+                nodes = self._chain() if is_urgent and self._is_chain_ready() else []
+            case Mode.TREE:
+                if is_urgent or now >= self._next_send_at:
+                    nodes = self._most_probable(now)
+        if not nodes:
+            return False
+        self._emit(nodes, now)
+        return self._decision.mode is Mode.TREE and self._next_send_at <= now
+
+    def _most_probable(self, now: MonotonicS) -> list[TreeNode]:
+        least = self.stats.least = least_worth(self._rate(now), self.stats.price_s)
+        nodes: list[TreeNode] = []
+        root = self._tree.root
+        if root.state is NodeState.UNSENT:
+            root.state = NodeState.SENT
+            nodes.append(root)
+        room = min(self._room(), self._frame_rows() - len(nodes))
+        while room > 0 and (node := self._tree.pop_unsent(least)) is not None:
+            node.state = NodeState.SENT
+            nodes.append(node)
+            room -= 1
+        return nodes
+
+    def _chain(self) -> list[TreeNode]:
+        nodes = [self._tree.root]
+        room = min(self._decision.chain_length, self._room())
+        while room > 0 and nodes[-1].children:
+            nodes.append(max(nodes[-1].children.values(), key=lambda child: child.log_p))
+            room -= 1
+        return nodes
+
+    def _is_chain_ready(self) -> bool:
+        tip = self._chain_tip()
+        return self._expanding is None and (tip is None or not self._has_drafter)
+
+    def _chain_tip(self) -> TreeNode | None:
+        """Where a chain that is too short is to be continued; None where it is long enough or cannot be."""
+        node, depth = self._tree.root, 0
+        while node.children and depth < self._decision.chain_length:
+            node, depth = max(node.children.values(), key=lambda child: child.log_p), depth + 1
+        return node if depth < self._decision.chain_length and not node.is_expanded else None
+
+    def _room(self) -> int:
+        """Rows that may be sent on a guess, one being kept free for what is known."""
+        num_live = sum(node.is_live for node in self._log_live)
+        slots = self._log_positions + len(self._log_live) + self._num_resend
+        return min(self._max_in_flight - num_live, self._max_positions - 2 - slots)
+
+    def _frame_rows(self) -> int:
+        return SLOW_FRAME_ROWS if self._is_wire_slow() else FRAME_ROWS
+
+    def _is_wire_slow(self) -> bool:
+        return SLOW_WIRE_ROWS * self._uplink_row_s > self._pass_s(1)
+
+    def _pass_s(self, num_rows: int) -> float:
+        return max((each.predict(num_rows) for each in self._passes), default=FIRST_PACE_S)
+
+    def _emit(self, nodes: list[TreeNode], now: MonotonicS) -> None:
+        root = self._tree.root
+        tokens, parents, positions = self._resent()
+        first_node = self._last_id + 1
+        self._last_id += len(tokens)
+        for node in nodes:
+            self._last_id += 1
+            parent_id = self._id_at(node.position - 1) if node.parent is None else node.parent.id
+            node.id, node.state = self._last_id, NodeState.SENT if node.row is None else NodeState.RETURNED
+            if node is root and self._committed:
+                self._committed[-1] = (node.token, node.id)
+            tokens.append(node.token)
+            parents.append(parent_id)
+            positions.append(node.position)
+        want = tuple(node.id for node in nodes if node.row is None)
+        is_alone = not self._in_flight and len(tokens) == 1
+        self._in_flight.update((node.id, node) for node in nodes if node.row is None)
+        has_advanced = root.position >= self._log_positions
+        self._log_live += nodes
+        if has_advanced:
+            self._log_positions = root.position + 1
+            self._log_live = [node for node in self._log_live if node.is_live and node is not root]
+        advance = root.id if has_advanced else 0
+        frame = Frame(self._next_sequence, first_node, tuple(tokens), tuple(parents), tuple(positions), advance, want)
+        self._frames[self._next_sequence] = _SentFrame(now, len(tokens), is_alone)
+        self._next_sequence += 1
+        self._next_send_at = MonotonicS(now + self._pace_s(len(tokens)))
+        self.stats.num_frames += 1
+        self.stats.num_rows += len(tokens)
+        self._events.append(frame)
+
+    def _resent(self) -> tuple[list[int], list[int], list[int]]:
+        """Tokens, parents and positions of what was committed and lost, which hangs on what was not."""
+        num, self._num_resend = self._num_resend, 0
+        first = self._tree.root.position - num
+        tokens: list[int] = []
+        for position in range(first, first + num):
+            index = position - self._first_committed
+            token, _ = self._committed[index]
+            self._committed[index] = (token, position + 1)
+            tokens.append(token)
+        return tokens, list(range(first, first + num)), list(range(first, first + num))
+
+    def _id_at(self, position: int) -> int:
+        if position < self._first_committed:
+            return position + 1
+        return self._committed[position - self._first_committed][1]
+
+    def _pace_s(self, num_rows: int) -> float:
+        return max(self._pass_s(num_rows), num_rows * self._uplink_row_s)
+
+    def _rate(self, now: MonotonicS) -> float:
+        """Committed tokens per second, lately."""
+        times = self._commit_times
+        if len(times) > 1 and now > times[0]:
+            return (len(times) - 1) / (now - times[0])
+        return 1.0 / self._policy.plain_s if self._policy.plain_s else 0.0
+
+    # drafting
+
+    def _draft(self, now: MonotonicS) -> None:
+        if self._expanding is not None or self.is_over or not self._has_drafter:
+            return
+        nodes: list[TreeNode] = []
+        match self._decision.mode:
+            case Mode.CHAIN:
+                tip = self._chain_tip()
+                if tip is not None:
+                    tip.is_expanded = True
+                    nodes = [tip]
+            case Mode.TREE:
+                room = MAX_TREE_NODES - self._tree.num_live
+                while room > 0 and len(nodes) < EXPAND_NODES:
+                    node = self._tree.pop_unexpanded(LEAST_PROBABILITY)
+                    if node is None:
+                        break
+                    nodes.append(node)
+                    room -= WIDTH
+        if not nodes:
+            return
+        self._expanding = nodes
+        self._expanded_at = now
+        self._num_expanded += 1
+        self.stats.num_drafts += 1
+        paths = tuple(self._tree.path(node) for node in nodes)
+        self._events.append(Expand(self._num_expanded, self._tree.root.position + 1, paths, WIDTH))
+
+    def _end_expansion(self, number: int) -> list[TreeNode]:
+        if self._expanding is None or number != self._num_expanded:
+            raise LocalProtocolError(f"candidates number {number} were not asked for")
+        nodes, self._expanding = self._expanding, None
+        return nodes
