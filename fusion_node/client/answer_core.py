@@ -432,14 +432,19 @@ class AnswerCore:
     def link_closed(self, peer: PeerId, error: FusionError, *, now: MonotonicS) -> None:
         """A link to a peer is gone, or what was to be sent to it cannot be.
 
-        An error that is no PeerError is ours: the answer ends with it, and nobody is avoided.
+        An error that is no PeerError is ours: the answer ends with it, and nobody is avoided, if it needs that link.
+
+        Args:
+            peer: empty: all links are gone.
         """
         if self._is_over:
             return
-        if not isinstance(error, PeerError):
-            self._fail(error)
-            return
         self._connected.discard(peer)
+        if not isinstance(error, PeerError):
+            needed = {place.peer for place in (*self.places, *(() if self._next is None else self._next.places))}
+            if not peer or peer in needed | self._connecting:
+                self._fail(error)
+            return
         if self._session is not None:
             self._session.link_closed(peer, error, now=now)
         if self._next is not None and peer not in self._connecting and any(p.peer == peer for p in self._next.places):

@@ -1,0 +1,155 @@
+"""The shell around an answer: whatever goes wrong, whoever waits for a row is told, and what was kept is known."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from fusion_node.client.answer import AnswerShell, EncodedRows, Found
+from fusion_node.client.answer_core import AnswerCore, AnswerEvent, Place, StepDone, WantsAlternates, WantsRoute
+from fusion_node.errors import FusionError, LocalProtocolError, NoRoute, PeerClosed
+from fusion_node.types import MonotonicS, PeerId
+from p2p.compression import Packed
+from p2p.identity import Identity
+from p2p.messages import (
+    AnyMessage,
+    CloseSession,
+    OpenSession,
+    SessionOpened,
+    StageTiming,
+    Step,
+    StepResult,
+    TensorMeta,
+)
+from p2p.records import PROTOCOL_VERSION, Plan, PlanStage
+
+NODE, OTHER = (Identity.from_seed(seed * 32).peer_id for seed in (b"n", b"o"))
+PLACE = Place(PlanStage(NODE, 0, 2, ("there",)))
+ROWS = (TensorMeta("f32", 1, 2), memoryview(b"12345678"))
+
+
+class Core(AnswerCore):
+    """With faults where a test wants them."""
+
+    fails_in: str = ""
+
+    def receive(self, message: AnyMessage, *, source: PeerId, now: MonotonicS) -> None:
+        self._fail_in("message")
+        super().receive(message, source=source, now=now)
+
+    def link_closed(self, peer: PeerId, error: FusionError, *, now: MonotonicS) -> None:
+        self._fail_in("lost link")
+        super().link_closed(peer, error, now=now)
+
+    def get_timer(self) -> MonotonicS | None:
+        return MonotonicS(0.0) if self.fails_in == "timer" and not self._is_over else super().get_timer()
+
+    def handle_timer(self, *, now: MonotonicS) -> None:
+        self._fail_in("timer")
+        super().handle_timer(now=now)
+
+    def next_event(self) -> AnswerEvent | None:
+        event = super().next_event()
+        if isinstance(event, StepDone):
+            self._fail_in("event")
+        return event
+
+    def _fail_in(self, where: str) -> None:
+        if self.fails_in == where:
+            raise KeyError(where)
+
+
+@dataclass
+class OneNode:
+    """A connection to one node, which is the whole route, and a router that knows it."""
+
+    is_there: bool = True
+    sent: list[AnyMessage] = field(default_factory=list)
+    on_message: Callable[[PeerId, AnyMessage, memoryview], None] = field(init=False)
+    on_lost: Callable[[PeerId | None, FusionError], None] = field(init=False)
+    session: bytes = b""
+
+    @property
+    def links(self) -> OneNode:
+        return self
+
+    @property
+    def compressor(self) -> OneNode:
+        return self
+
+    def choose(self, peer: PeerId, *rows: object) -> None:
+        return None
+
+    def is_connected(self, peer: PeerId) -> bool:
+        return True
+
+    def register(self, session: bytes, on_message: Any, on_lost: Any) -> None:
+        self.session, self.on_message, self.on_lost = session, on_message, on_lost
+
+    def unregister(self, session: bytes) -> None:
+        self.session = b""
+
+    def send(self, peer: PeerId, message: AnyMessage, payload: object = b"") -> None:
+        self.sent.append(message)
+        match message:
+            case OpenSession():
+                opened = SessionOpened(message.session, message.epoch, message.stage, 120.0)
+                asyncio.get_running_loop().call_soon(self.on_message, NODE, opened, memoryview(b""))
+
+    def answer(self) -> None:
+        step = next(each for each in reversed(self.sent) if isinstance(each, Step))
+        result = StepResult(step.session, step.epoch, step.sequence, step.want, ROWS[0], (StageTiming(1, 1),))
+        self.on_message(NODE, result, ROWS[1])
+
+    async def until_sent(self, kind: type[AnyMessage], count: int = 1) -> None:
+        async with asyncio.timeout(10.0):
+            while sum(isinstance(each, kind) for each in self.sent) < count:
+                await asyncio.sleep(0)
+
+    async def find(self, wants: WantsRoute, present: tuple[Place, ...]) -> Found:
+        if not self.is_there:
+            raise NoRoute("nobody is there")
+        return Found((PLACE,))
+
+    async def alternates(self, wants: WantsAlternates, present: tuple[Place, ...]) -> tuple[tuple[Place, ...], ...]:
+        return ((),)
+
+
+def shell_with(node: OneNode) -> tuple[AnswerShell, Core]:
+    def plan_of(session: bytes, epoch: int, stages: tuple[PlanStage, ...]) -> tuple[Plan, bytes]:
+        user = Identity.from_seed(b"u" * 32).peer_id
+        return Plan(PROTOCOL_VERSION, user, session, epoch, "ab" * 32, "fp32", 16, 0.0, 1.0, stages), b""
+
+    async def embed(start: int, stop: int) -> EncodedRows:
+        return ROWS
+
+    async def on_compute(work: Callable[[], Packed]) -> Packed:
+        return work()
+
+    core = Core(
+        num_prompt=1,
+        row_size=2,
+        wire_dtype="f32",
+        make_plan=plan_of,
+        new_session=lambda: b"s" * 16,
+        patience_s=0.0,
+    )
+    shell = AnswerShell(node, core, node, embed=embed, on_compute=on_compute, on_event=lambda event: None)  # type: ignore[arg-type]
+    return shell, core
+
+
+async def test_foreign_link_that_ends_with_an_error_of_ours_concerns_nobody_else() -> None:
+    node = OneNode()
+    shell, _ = shell_with(node)
+    async with asyncio.timeout(10.0), shell:
+        await node.until_sent(Step)
+        node.on_lost(OTHER, LocalProtocolError("a frame that must not be sent"))
+        node.answer()
+        await shell.next_row()
+        node.on_lost(NODE, LocalProtocolError("a frame that must not be sent"))
+        with pytest.raises(LocalProtocolError):
+            await shell.next_row()
