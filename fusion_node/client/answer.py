@@ -76,6 +76,7 @@ class AnswerShell:
 
     Attributes:
         retain: set before leaving: the stages are to keep the KV for a later session with the same beginning.
+        is_kept: after leaving: they were asked to, as a session that was open on all of them.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class AnswerShell:
     ) -> None:
         self.core = core
         self.retain = False
+        self.is_kept = False
         self._connection = connection
         self._routes = routes
         self._embed = embed
@@ -116,16 +118,19 @@ class AnswerShell:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.core.close(retain=self.retain, now=self._now())
-        self._pump()
-        self._is_over = True
-        if self._timer is not None:
-            self._timer.cancel()
-        for session in self._sessions:
-            self._connection.unregister(session)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        try:
+            self.is_kept = self.retain and self.core.is_open
+            self.core.close(retain=self.retain, now=self._now())
+            self._pump()
+        finally:
+            self._is_over = True
+            if self._timer is not None:
+                self._timer.cancel()
+            for session in self._sessions:
+                self._connection.unregister(session)
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def next_row(self) -> EncodedRows:
         """The row of the last position, which may be compressed: choose a token, and then ``append``.

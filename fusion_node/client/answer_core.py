@@ -348,6 +348,11 @@ class AnswerCore:
     def num_computed(self) -> int:
         return 0 if self._session is None else self._session.num_computed
 
+    @property
+    def is_open(self) -> bool:
+        """There is a session, and it is open on all of its stages: only such a one can be kept for another answer."""
+        return self._session is not None and self._session.state is SessionState.READY
+
     def start(self, *, now: MonotonicS) -> None:
         """Asks for the first route."""
         self._ask_whole("a new answer", now)
@@ -387,7 +392,7 @@ class AnswerCore:
                 self._retry_at = MonotonicS(now + ROUTE_RETRY_S)
             else:
                 self._fail(error)
-        elif self._can_wait:
+        elif self.is_open:
             self._retry_at = MonotonicS(now + SOFT_RETRY_S)
         elif all(fault.cause is Cause.PAIR for fault in self._faults.values()):
             # Nobody else is there, and both nodes are well: they may find to each other again.
@@ -558,6 +563,8 @@ class AnswerCore:
         if chosen.kind is RouteKind.PATCH and not self._fits(chosen.places):
             self._ask_whole("no part of the route can be replaced", now)
             return
+        # An answer to an older question, or a look that was put off, is not to undo what is begun here.
+        self._asked = self._retry_at = None
         self._next = chosen
         self._patience_until = None if chosen.kind is RouteKind.WHOLE else self._patience_until
         missing = [place for place in chosen.places if place.peer not in self._connected]
@@ -696,11 +703,6 @@ class AnswerCore:
 
     # faults
 
-    @property
-    def _can_wait(self) -> bool:
-        """The session goes on for now."""
-        return self._session is not None and self._session.state is SessionState.READY
-
     def _found_fault(self, fault: Fault, now: MonotonicS) -> None:
         self._faults[fault.stage] = fault
         self._last_error = fault.error
@@ -708,7 +710,7 @@ class AnswerCore:
             self._policy.pair_failed(self.places[fault.accuser].peer, self.places[fault.stage].peer, now=now)
         elif fault.cause is not Cause.SILENT:
             self._avoid(fault.error, now)
-        if self._can_wait:
+        if self.is_open:
             self._look(now)
             return
         if fault.cause is Cause.SILENT and not self._has_log:
@@ -783,6 +785,9 @@ class AnswerCore:
 
     def _look(self, now: MonotonicS) -> None:
         """For whom to go on with: somebody else in the place of who is lost, or another route."""
+        session = self._session
+        if session is not None and self._has_log and not self._faults and session.state is not SessionState.BROKEN:
+            return  # it goes on as it is
         if self._session is None or not self._has_log or not self._faults:
             self._ask_whole(str(self._last_error or "a new answer"), now)
             return

@@ -41,7 +41,7 @@ from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.device import choose_device, prepare_thread, set_threads
 from fusion_node.engine.numerics import numerics_class
 from fusion_node.engine.tensor_codec import RowsNotFinite, decode_rows, encode_rows
-from fusion_node.errors import ConfigError, ContextTooLong, NoPeers, PeerError
+from fusion_node.errors import ConfigError, ContextTooLong, NoPeers
 from fusion_node.store import ModelStore, StoredModel
 from fusion_node.types import LayerRange, MonotonicS, PeerId, UnixS
 from fusion_node.wire import WireError
@@ -380,27 +380,23 @@ class SwarmClient:
             on_compute=self._on_compute,
             on_event=partial(routes.note, core),
         )
-        shell.retain = answer.is_kept = self._prefixes is not None
-        async with shell:
-            while (position := len(answer.all_ids)) < num_positions:
-                tensor, payload = await self._next_row(shell, answer)
-                is_last = position == num_positions - 1
-                try:
-                    token, rows = await self._on_compute(self._advance, boundary, work, tensor, payload, is_last)
-                except _RowRefused as error:
-                    shell.result_unfit(str(error))
-                    continue
-                answer.prefilled.set()
-                if rows is not None:
-                    shell.append(position, rows)
-                yield token
-
-    async def _next_row(self, shell: AnswerShell, answer: Answer) -> EncodedRows:
+        shell.retain = self._prefixes is not None
         try:
-            return await shell.next_row()
-        except PeerError:
-            answer.is_kept = False
-            raise
+            async with shell:
+                while (position := len(answer.all_ids)) < num_positions:
+                    tensor, payload = await shell.next_row()
+                    is_last = position == num_positions - 1
+                    try:
+                        token, rows = await self._on_compute(self._advance, boundary, work, tensor, payload, is_last)
+                    except _RowRefused as error:
+                        shell.result_unfit(str(error))
+                        continue
+                    answer.prefilled.set()
+                    if rows is not None:
+                        shell.append(position, rows)
+                    yield token
+        finally:
+            answer.is_kept = shell.is_kept
 
     def _make_plan(
         self, num_positions: int, session: bytes, epoch: int, stages: tuple[PlanStage, ...]

@@ -153,3 +153,33 @@ async def test_foreign_link_that_ends_with_an_error_of_ours_concerns_nobody_else
         node.on_lost(NODE, LocalProtocolError("a frame that must not be sent"))
         with pytest.raises(LocalProtocolError):
             await shell.next_row()
+
+
+async def test_session_is_kept_only_when_it_was_whole_at_the_end() -> None:
+    for is_whole in (True, False):
+        node = OneNode()
+        shell, _ = shell_with(node)
+        shell.retain = True
+        async with asyncio.timeout(10.0), shell:
+            await node.until_sent(Step)
+            node.answer()
+            await shell.next_row()
+            if not is_whole:
+                node.is_there = False
+                node.on_lost(NODE, PeerClosed(NODE, "gone"))
+        assert shell.is_kept is is_whole
+        closed = [each for each in node.sent if isinstance(each, CloseSession)]
+        assert all(each.retain is is_whole for each in closed)
+
+
+async def test_session_of_an_answer_that_ended_with_an_error_is_not_kept() -> None:
+    node = OneNode()
+    shell, _ = shell_with(node)
+    shell.retain = True
+    with pytest.raises(NoRoute):
+        async with asyncio.timeout(10.0), shell:
+            await node.until_sent(Step)
+            node.is_there = False
+            node.on_lost(NODE, PeerClosed(NODE, "gone"))
+            await shell.next_row()
+    assert not shell.is_kept
