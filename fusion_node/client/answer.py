@@ -158,30 +158,32 @@ class AnswerShell:
 
     def _on_message(self, peer: PeerId, message: AnyMessage, payload: memoryview) -> None:
         self._incoming = (message.tensor, payload) if isinstance(message, StepResult) else None
-        self.core.receive(message, source=peer, now=self._now())
-        self._pump_or_end()
+        self._guard(lambda: self.core.receive(message, source=peer, now=self._now()))
         self._incoming = None
 
     def _on_lost(self, peer: PeerId | None, error: FusionError) -> None:
         """``peer`` None: all of them, because the connection itself is closed."""
-        self.core.link_closed(peer or PeerId(""), error, now=self._now())
-        self._pump_or_end()
+        self._guard(lambda: self.core.link_closed(peer or PeerId(""), error, now=self._now()))
 
     def _on_timer(self) -> None:
-        self.core.handle_timer(now=self._now())
-        self._pump_or_end()
+        self._guard(lambda: self.core.handle_timer(now=self._now()))
 
-    def _pump_or_end(self) -> None:
-        """For calls from elsewhere: an error of ours is this answer's, and not its caller's."""
+    def _guard(self, work: Callable[[], None]) -> None:
+        """Hands something from elsewhere to the core. An error of ours is this answer's end, and not its caller's:
+        neither the link that brought a message nor the event loop could tell whoever waits for a row."""
+        if self._is_over:
+            return
         try:
+            work()
             self._pump()
-        except FusionError as error:
+        except Exception as error:
             self._end(error)
 
     def _end(self, error: BaseException) -> None:
+        # First of all, because closing may fail as well where the core is in a state that it should not be in.
+        self._results.put_nowait(error)
         self.core.close(retain=False, now=self._now())
         self._pump()
-        self._results.put_nowait(error)
 
     # what the core says
 

@@ -142,6 +142,25 @@ def shell_with(node: OneNode) -> tuple[AnswerShell, Core]:
     return shell, core
 
 
+@pytest.mark.parametrize("where", ["timer", "message", "lost link", "event"])
+async def test_fault_of_our_own_ends_the_answer_with_it_and_nobody_else(where: str) -> None:
+    node = OneNode()
+    shell, core = shell_with(node)
+    async with asyncio.timeout(10.0), shell:
+        await node.until_sent(Step)
+        core.fails_in = where
+        if where == "timer":
+            shell.append(1, ROWS)  # which has the timer set anew
+        elif where == "lost link":
+            node.on_lost(NODE, PeerClosed(NODE, "gone"))  # must not raise: the link pool has done nothing wrong
+        else:
+            node.answer()
+        with pytest.raises(KeyError, match=where):
+            await shell.next_row()
+        assert isinstance(node.sent[-1], CloseSession)
+    assert not node.session
+
+
 async def test_foreign_link_that_ends_with_an_error_of_ours_concerns_nobody_else() -> None:
     node = OneNode()
     shell, _ = shell_with(node)
@@ -183,3 +202,17 @@ async def test_session_of_an_answer_that_ended_with_an_error_is_not_kept() -> No
             node.on_lost(NODE, PeerClosed(NODE, "gone"))
             await shell.next_row()
     assert not shell.is_kept
+
+
+async def test_what_was_registered_is_taken_back_though_the_core_fails_at_the_end() -> None:
+    node = OneNode()
+    shell, core = shell_with(node)
+    with pytest.raises(KeyError):
+        async with asyncio.timeout(10.0), shell:
+            await node.until_sent(Step)
+
+            def close(*, retain: bool, now: MonotonicS) -> None:
+                raise KeyError("close")
+
+            core.close = close  # type: ignore[method-assign]
+    assert not node.session
