@@ -8,7 +8,16 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from fusion_node.client.answer_core import Opened, Place, RepairKind, RowsWanted, StepDone, WantsRoute
+from fusion_node.client.answer_core import (
+    Opened,
+    Place,
+    RepairKind,
+    RouteKind,
+    RowsWanted,
+    StepDone,
+    WantsAlternates,
+    WantsRoute,
+)
 from fusion_node.client.session_core import Prefix
 from fusion_node.errors import LocalProtocolError, NoRoute, PeerError, PeerRefused, RemoteProtocolError
 from fusion_node.types import PeerId
@@ -248,6 +257,39 @@ def test_frozen_stage_that_wakes_after_it_was_replaced_changes_nothing() -> None
     world.run(stop=lambda: user.is_done)
     assert user.tokens == undisturbed(PROMPT, 60)
     assert len(user.repairs) == 1
+
+
+@pytest.mark.parametrize("later_s", [0.0, 1.0])
+def test_look_that_was_put_off_does_not_undo_what_an_alternate_has_repaired(later_s: float) -> None:
+    """A silent stage that nobody could replace dies when there is an alternate; the question about it is still open."""
+    num_tokens = 40
+    world = World(0)
+    nodes = [world.node(0, 2), world.node(2, 4), world.node(4, 6)]
+    hidden = {world.node(2, 4).peer, world.node(2, 4).peer}
+    alternate = min(hidden)
+    user = User(world, PROMPT, num_tokens, None)
+    world.user = user
+    user.sees = lambda place: place.peer not in hidden
+
+    def strike() -> None:
+        user.sees = lambda place: place.peer not in hidden or place.peer == alternate
+        user._follow(WantsAlternates(frozenset(), frozenset()))
+        world.kill(nodes[1])
+        # What the search comes back with is the other one.
+        user.sees = lambda place: place.peer != alternate
+
+    user.start()
+    at_token(user, 4, lambda: world.freeze(nodes[1]))
+    at_event(
+        user,
+        lambda event: isinstance(event, WantsRoute) and event.kind is RouteKind.PATCH,
+        lambda: world.after(later_s, strike) if later_s else strike(),
+    )
+    world.run(stop=lambda: user.is_done)
+    assert user.tokens == undisturbed(PROMPT, num_tokens)
+    assert user.num_sessions == 1
+    assert [place.peer for place in user.core.places] == [nodes[0].peer, alternate, nodes[2].peer]
+    assert len([event for event in user.events if isinstance(event, WantsRoute)]) == 2
 
 
 def test_source_that_retains_nothing_has_everything_computed_again() -> None:
