@@ -93,6 +93,9 @@ class StageTiming(msgspec.Struct, frozen=True, array_like=True):
 
     queue_us: U32
     compute_us: U32
+    price_us: U32 = 0
+    """What one more row in the next step would cost whoever waits here now, as microseconds of the device; or what it
+    takes on the way out, where that is more. 0: not known."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -156,6 +159,11 @@ class OpenSession(Message, frozen=True, array_like=True, tag="open"):
     resumes: bool = False
     """The plan is of a higher epoch of a session that some of its stages hold: those adopt it and keep their KV, and
     for the others the session is a new and empty one."""
+    folds: bool = False
+    """With ``resumes``: whoever adopts makes a plain log of the token tree that it has, with an entry per position."""
+    path_start: U32 = 0
+    path: NodeIds = ()
+    """With ``folds``: the user's committed nodes at the positions from ``path_start`` on, by their ids before."""
 
 
 class SessionOpened(Message, frozen=True, array_like=True, tag="opened"):
@@ -288,6 +296,9 @@ class Step(Message, frozen=True, array_like=True, tag="step"):
     one per row. ``parents`` is empty for a chain that hangs on ``parent``, else has one entry per node. ``advance`` 0
     means: no advance. ``want`` lists the nodes whose rows the last stage returns to the user.
 
+    Where rows are missing, ``num_nodes`` says how many nodes there are, and ``live`` has a bit per node, the lowest of
+    the first byte first, that is set for those whose row has come. The others are named and never computed.
+
     In a replay, one entry may stand for ``covers`` entries of a chain, 0 for rows of a reused prefix; and one that is
     to end at ``stop_stage`` is computed there, told to the user (Replayed), and neither handed on nor answered with
     rows: ``want`` is empty then.
@@ -305,6 +316,14 @@ class Step(Message, frozen=True, array_like=True, tag="step"):
     timings: Annotated[tuple[StageTiming, ...], msgspec.Meta(max_length=128)]
     covers: U32 = 1
     stop_stage: StageIndex | None = None
+    num_nodes: Annotated[int, msgspec.Meta(ge=0, le=MAX_NODES_PER_STEP)] = 0
+    """0: as many as rows, and ``live`` is empty."""
+    live: Annotated[bytes, msgspec.Meta(max_length=MAX_NODES_PER_STEP // 8)] = b""
+
+    @property
+    def node_count(self) -> int:
+        """New nodes, with or without a row."""
+        return self.num_nodes or self.tensor.num_rows
 
 
 class StepResult(Message, frozen=True, array_like=True, tag="result"):
@@ -316,6 +335,18 @@ class StepResult(Message, frozen=True, array_like=True, tag="result"):
     nodes: NodeIds
     tensor: TensorMeta
     timings: Annotated[tuple[StageTiming, ...], msgspec.Meta(max_length=128)]
+
+
+class Cancel(Message, frozen=True, array_like=True, tag="cancel"):
+    """User to every stage: nodes that neither lead to ``root`` nor descend from it will never be committed.
+
+    Their rows need not be computed. A hint, which may overtake steps, be lost and be repeated; what it says must be
+    true for as long as the epoch lasts, also of nodes that come later.
+    """
+
+    session: SessionBytes
+    epoch: U32
+    root: Annotated[int, msgspec.Meta(ge=1, le=2**32 - 1)]
 
 
 class SessionFailed(Message, frozen=True, array_like=True, tag="failed"):
@@ -387,6 +418,7 @@ AnyMessage: TypeAlias = (
     | Replayed
     | Step
     | StepResult
+    | Cancel
     | SessionFailed
     | CloseSession
     | SessionClosed
@@ -439,9 +471,20 @@ def decode_message(frame: bytes | bytearray | memoryview) -> Frame:
         raise WireError("a counter is not finite")
     elif isinstance(message, Resend):
         _check_resend(message)
-    elif isinstance(message, OpenSession) and len(message.prefix) not in (0, SESSION_BYTES):
-        raise WireError("a prefix that is not the id of a session")
+    elif isinstance(message, OpenSession):
+        _check_open(message)
     return _new_tuple(Frame, (message, payload))  # half the price of Frame(message, payload)
+
+
+def _check_open(message: OpenSession) -> None:
+    if len(message.prefix) not in (0, SESSION_BYTES):
+        raise WireError("a prefix that is not the id of a session")
+    if message.folds and not message.resumes:
+        raise WireError("only a session that is resumed has a tree to fold")
+    if (message.path or message.path_start) and not message.folds:
+        raise WireError("a path that nothing is folded along")
+    if any(node >= after for node, after in itertools.pairwise(message.path)) or message.path[:1] == (0,):
+        raise WireError("the nodes of a path are not in ascending order")
 
 
 def _check_resend(message: Resend) -> None:
@@ -474,13 +517,16 @@ def _check_tensor(message: Step | StepResult, payload: memoryview) -> None:
         raise WireError("only a chain that is replayed up to a stage stands for several entries")
     if message.want and message.stop_stage is not None:
         raise WireError("an entry that ends at a stage returns no rows")
-    if num_rows == 0:
-        raise WireError("a step without rows")
-    last = first + num_rows - 1
+    num_nodes = message.num_nodes or num_rows
+    if message.num_nodes or message.live:
+        _check_live(message)
+    if num_nodes == 0:
+        raise WireError("a step without nodes")
+    last = first + num_nodes - 1
     if first == 0 or last > 2**32 - 1:
         raise WireError("node ids out of range")
     if parents:
-        if len(parents) != num_rows:
+        if len(parents) != num_nodes:
             raise WireError("a tree needs one parent per node")
         if any(parent >= node for node, parent in enumerate(parents, first)):
             raise WireError("a node hangs on itself or on a later node")
@@ -491,6 +537,18 @@ def _check_tensor(message: Step | StepResult, payload: memoryview) -> None:
     if any(node >= after for node, after in itertools.pairwise(message.want)):
         # Asked for twice, a row would make the answer larger than the question, and larger than a frame.
         raise WireError("wanted rows are not in ascending order")
+
+
+def _check_live(message: Step) -> None:
+    """Rows are there for exactly the nodes whose bit is set."""
+    num_nodes, live = message.num_nodes, message.live
+    if message.covers != 1 or message.stop_stage is not None:
+        raise WireError("a replayed entry lacks rows")
+    if len(live) != -(-num_nodes // 8) or not num_nodes:
+        raise WireError("rows are missing, and not one bit per node says which")
+    bits = int.from_bytes(live, "little")
+    if bits >> num_nodes or bits.bit_count() != message.tensor.num_rows:
+        raise WireError("another number of rows has come than bits are set")
 
 
 __all__ = [
@@ -515,6 +573,7 @@ __all__ = [
     "Assigned",
     "BandwidthProbe",
     "BandwidthReport",
+    "Cancel",
     "CloseSession",
     "Frame",
     "OpenSession",

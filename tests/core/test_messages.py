@@ -16,11 +16,13 @@ from fusion_node.wire import WireError, encode_header
 from p2p.messages import (
     MAX_NODES_PER_STEP,
     AnyMessage,
+    Cancel,
     CloseSession,
     OpenSession,
     Resend,
     SessionOpened,
     SessionRefused,
+    StageTiming,
     StatusReply,
     StatusRequest,
     Step,
@@ -72,7 +74,7 @@ def test_chain_and_tree_are_accepted() -> None:
 @pytest.mark.parametrize(
     ("changes", "what"),
     [
-        ({"tensor": TensorMeta("f32", 0, 1)}, "payload|without rows"),
+        ({"tensor": TensorMeta("f32", 0, 1)}, "payload|without nodes"),
         ({"tensor": TensorMeta("f32", 3, 1)}, "payload has 8 bytes"),
         ({"tensor": TensorMeta("int7", 2, 1)}, "encoding"),
         ({"tensor": TensorMeta("", 2, 1)}, "encoding"),
@@ -97,9 +99,58 @@ def test_inconsistent_step_is_refused(changes: dict[str, object], what: str) -> 
         decode(step(**changes))
 
 
-def test_step_without_rows_is_refused() -> None:
-    with pytest.raises(WireError, match="without rows"):
+def test_step_without_nodes_is_refused() -> None:
+    with pytest.raises(WireError, match="without nodes"):
         decode(step(tensor=TensorMeta("f32", 0, 1), want=()), b"")
+
+
+def test_step_may_bring_rows_for_some_of_its_nodes_or_none() -> None:
+    nine = step(want=(5, 13), tensor=TensorMeta("f32", 2, 1), num_nodes=9, live=b"\x01\x01")
+    assert decode(nine)[0] == nine
+    assert nine.node_count == 9
+    none = step(want=(), tensor=TensorMeta("f32", 0, 1), num_nodes=2, live=b"\0")
+    assert decode(none, b"")[0] == none
+    assert step().node_count == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"num_nodes": 2}, "one bit per node"),
+        ({"live": b"\x03"}, "one bit per node"),
+        ({"num_nodes": 9, "live": b"\x03"}, "one bit per node"),
+        ({"num_nodes": 3, "live": b"\x03\x00"}, "one bit per node"),
+        ({"num_nodes": 3, "live": b"\x01"}, "bits are set"),
+        ({"num_nodes": 3, "live": b"\x07"}, "bits are set"),
+        ({"num_nodes": 3, "live": b"\x09"}, "bits are set"),
+        ({"num_nodes": 3, "live": b"\x05", "parents": (4, 5)}, "one parent per node"),
+        ({"num_nodes": 3, "live": b"\x05", "want": (8,)}, "wanted row"),
+        ({"num_nodes": 3, "live": b"\x05", "want": (), "stop_stage": 1}, "replayed entry lacks rows"),
+        ({"num_nodes": 3, "live": b"\x05", "want": (), "stop_stage": 1, "covers": 2}, "replayed entry lacks rows"),
+        ({"num_nodes": 3, "live": b"\x05", "first_node": 2**32 - 2}, "out of range"),
+    ],
+)
+def test_step_whose_rows_and_nodes_do_not_fit_is_refused(changes: dict[str, object], what: str) -> None:
+    with pytest.raises(WireError, match=what):
+        decode(step(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"resumes": False}, "only a session that is resumed"),
+        ({"folds": False}, "nothing is folded along"),
+        ({"folds": False, "path": ()}, "nothing is folded along"),
+        ({"path": (7, 7)}, "ascending order"),
+        ({"path": (8, 7)}, "ascending order"),
+        ({"path": (0, 7)}, "ascending order"),
+        ({"prefix": bytes(3)}, "id of a session"),
+    ],
+)
+def test_fold_that_contradicts_itself_is_refused(changes: dict[str, object], what: str) -> None:
+    fold: dict[str, object] = {"resumes": True, "folds": True, "path_start": 3, "path": (7, 9)}
+    with pytest.raises(WireError, match=what):
+        decode(OpenSession(SESSION, 1, 0, b"plan", **(fold | changes)), b"")  # type: ignore[arg-type]
 
 
 def test_result_needs_a_row_per_node() -> None:
@@ -127,6 +178,9 @@ def test_counter_that_is_not_finite_is_refused(value: float) -> None:
         SessionRefused(SESSION, 0, 0, "c" * 33, ""),
         SessionRefused(SESSION, 0, 0, "code", "r" * 513),
         SessionRefused(bytes(15), 0, 0, "code", ""),
+        Cancel(SESSION, 0, 0),
+        step(num_nodes=MAX_NODES_PER_STEP + 1, live=bytes(MAX_NODES_PER_STEP // 8 + 1)),
+        step(timings=(StageTiming(1, 2, 2**32),)),
         OpenSession(SESSION, 0, 0, b"", b"p"),
         OpenSession(SESSION, 0, 0, b"", bytes(15), 16),
         OpenSession(SESSION, 0, 0, b"", bytes(17), 16),
