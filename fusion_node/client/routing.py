@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeAlias
 
@@ -367,9 +367,18 @@ class Router:
         )
 
     async def _look_around(self, without: Collection[PeerId] = ()) -> Look:
+        """Finds the nodes, and measures those that may serve; of those in ``without`` what was measured before stays.
+
+        The look is that of all answers: whom one of them avoids, the others may need.
+        """
         records = await self._connection.find(self._model.model_id)
-        look = Look({PeerId(record.peer): record for record in records if record.peer not in without})
-        wanted = self._wanted(look)
+        look = Look({PeerId(record.peer): record for record in records})
+        look.add(
+            replace(node, record=look.records[peer])
+            for peer, node in self._look.nodes.items()
+            if peer in without and peer in look.records
+        )
+        wanted = self._wanted(look) - set(without)
         look.add(await self._connection.measure([r for peer, r in look.records.items() if peer in wanted]))
         look.coordinate = self._connection.coordinate
         self._look, self._look_until = look, time.monotonic() + NODES_FRESH_S

@@ -294,6 +294,16 @@ async def test_patch_finds_a_node_that_came_after_the_last_look(swarm: Swarm) ->
     assert lost.peer not in {peer for peer, _ in patched.places}
 
 
+async def test_whom_one_answer_avoids_the_others_may_have(swarm: Swarm) -> None:
+    lost, other = await swarm.node(shard(0, 12)), await swarm.node(shard(0, 12, 9.0))
+    router = await swarm.router()
+    planned = await router.route(64)
+    assert places(planned) == [(lost.peer, "0:12")]
+    assert await router.patch(planned, [0], 64, avoid_peers=[other.peer]) is None
+    assert [node.peer for found in await router.alternates(planned, 64) for node, _ in found] == [other.peer]
+    assert places(await router.route(64)) == [(lost.peer, "0:12")]
+
+
 async def test_patch_keeps_operators_apart_though_a_stage_that_stays_begins_to_move(swarm: Swarm) -> None:
     mover = await swarm.node(shard(0, 6), operator="anna")
     lost = await swarm.node(shard(6, 12), operator="bob")
