@@ -176,7 +176,7 @@ class AnswerShell:
         try:
             work()
             self._pump()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - handed to whoever waits for a row
             self._end(error)
 
     def _end(self, error: BaseException) -> None:

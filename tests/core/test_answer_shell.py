@@ -69,6 +69,7 @@ class OneNode:
 
     is_there: bool = True
     sent: list[AnyMessage] = field(default_factory=list)
+    has_sent: asyncio.Event = field(default_factory=asyncio.Event)
     on_message: Callable[[PeerId, AnyMessage, memoryview], None] = field(init=False)
     on_lost: Callable[[PeerId | None, FusionError], None] = field(init=False)
     session: bytes = b""
@@ -95,6 +96,7 @@ class OneNode:
 
     def send(self, peer: PeerId, message: AnyMessage, payload: object = b"") -> None:
         self.sent.append(message)
+        self.has_sent.set()
         match message:
             case OpenSession():
                 opened = SessionOpened(message.session, message.epoch, message.stage, 120.0)
@@ -108,7 +110,8 @@ class OneNode:
     async def until_sent(self, kind: type[AnyMessage], count: int = 1) -> None:
         async with asyncio.timeout(10.0):
             while sum(isinstance(each, kind) for each in self.sent) < count:
-                await asyncio.sleep(0)
+                self.has_sent.clear()
+                await self.has_sent.wait()
 
     async def find(self, wants: WantsRoute, present: tuple[Place, ...]) -> Found:
         if not self.is_there:
