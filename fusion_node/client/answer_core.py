@@ -319,6 +319,8 @@ class AnswerCore:
         """Positions that were computed in any session."""
         self._num_out = 0
         """Positions up to the last whose row has come out."""
+        self._row_of: Place | None = None
+        """Who sent that row. It may be gone when the row turns out to be bad."""
         self._appended_at = MonotonicS(0.0)
         self._faults: dict[int, Fault] = {}
         self._last_error: PeerError | None = None
@@ -480,15 +482,21 @@ class AnswerCore:
 
     def result_unfit(self, reason: str, *, now: MonotonicS) -> None:
         """The row that came out last cannot be used (it is not finite, or does not decode): its sender's fault."""
-        if self._is_over:
+        sender, session = self._row_of, self._session
+        if self._is_over or sender is None:
             return
-        peer = self.places[-1].peer
-        error = RemoteProtocolError(peer, f"node {short(peer)} returned a bad row: {reason}")
+        error = RemoteProtocolError(sender.peer, f"node {short(sender.peer)} returned a bad row: {reason}")
         num_out, self._num_out = self._num_out, 0
-        if self._session is None or not self._has_log:
-            return  # everything is being computed again anyway
-        if self._session.num_computed == num_out == self._num_positions:
-            self._session.result_unfit(error, now=now)
+        has_it = session is not None and self._has_log and session.num_computed == num_out == self._num_positions
+        if session is None or not has_it:
+            self._avoid(error, now)  # everything is being computed again anyway
+        elif self.places[-1].peer == sender.peer:
+            session.result_unfit(error, now=now)
+        else:
+            self._avoid(error, now)
+            self._note_repair(Fault(len(self.places) - 1, Cause.GARBAGE, error), now, of=sender)
+            if session.result_unfit_of_other(now=now):
+                self._choose(_Next(RouteKind.PATCH, self.places), now)
         self._follow(now)
 
     def close(self, *, retain: bool, now: MonotonicS) -> None:
@@ -688,7 +696,7 @@ class AnswerCore:
         if done.num_computed <= self._num_out:
             done = dataclasses.replace(done, has_row=False)  # it is out already
         elif done.has_row:
-            self._num_out = done.num_computed
+            self._num_out, self._row_of = done.num_computed, self.places[-1]
         if self._session is not None and self._session.state is SessionState.READY:
             if done.num_computed > self._num_done:
                 self._policy.progressed()
@@ -732,14 +740,18 @@ class AnswerCore:
             self._asked = self._next = self._retry_at = None
             self._connecting.clear()
 
-    def _note_repair(self, fault: Fault, now: MonotonicS) -> None:
-        """The first of several faults is what the stall is put down to."""
+    def _note_repair(self, fault: Fault, now: MonotonicS, of: Place | None = None) -> None:
+        """The first of several faults is what the stall is put down to.
+
+        Args:
+            of: whose fault it is, when that is not who has the place now.
+        """
         if self._repair is None and self._has_log and self._session is not None:
             waiting_since = self._session.waiting_since
             self._repair = _Repair(
                 RepairKind.PATCHED,
                 fault.stage,
-                self.places[fault.stage].peer,
+                (of or self.places[fault.stage]).peer,
                 fault.cause.value,
                 since=now if waiting_since is None else waiting_since,
                 is_awaited=waiting_since is not None,

@@ -261,13 +261,18 @@ class SessionCore:
         self._events: deque[SessionEvent] = deque()
         self._was_open = False
         self._last_result_at: MonotonicS | None = None
+        self._anew: set[PeerId] = set()
+        """Who has to begin the session anew under the next plan."""
+        self._peers: list[PeerId] = []
         self._begin(plan, signed_plan, round_trips_s or [0.0] * len(plan.stages))
 
     def _begin(self, plan: Plan, signed_plan: bytes, round_trips_s: Sequence[float]) -> None:
         """What is anew in every epoch."""
         self.plan = plan
         self._signed_plan = signed_plan
+        before = set(self._peers)
         self._peers = [PeerId(stage.peer) for stage in plan.stages]
+        self._is_new = [peer not in before for peer in self._peers]
         self._has: list[StageHas | None] = [None] * len(self._peers)
         self._offers: set[int] = set()
         self._open_deadline: MonotonicS | None = None
@@ -301,7 +306,8 @@ class SessionCore:
 
     def replace(self, plan: Plan, signed_plan: bytes, *, round_trips_s: Sequence[float], now: MonotonicS) -> None:
         """Goes on under a plan of a higher epoch, whose stages keep what they have, where they are the same."""
-        staying = {stage.peer for stage in plan.stages}
+        staying = {stage.peer for stage in plan.stages} - self._anew
+        self._anew.clear()
         close = CloseSession(session=self.plan.session, epoch=self.plan.epoch)
         self._outbox.extend((peer, close) for peer in self._peers if peer not in staying)
         self.state = SessionState.OPENING
@@ -357,6 +363,24 @@ class SessionCore:
             self._num_results -= 1
             self._fault(len(self._peers) - 1, Cause.GARBAGE, error)
             self._follow_watch(now)
+
+    def result_unfit_of_other(self, *, now: MonotonicS) -> bool:
+        """The row that came last cannot be used, and who sent it is the last stage no more: it is awaited again.
+
+        Returns:
+            Whether another plan is needed for it, of the same stages: a stage computes an entry only once.
+        """
+        self._num_results -= 1
+        last = len(self._peers) - 1
+        has = self._has[last]
+        has_entry = not self._is_new[last] if has is None else has.next_sequence > self._num_results
+        if self.state is SessionState.OPENING and not has_entry:
+            return False
+        self._anew.add(self._peers[last])
+        if self.state is not SessionState.BROKEN:
+            self._break()
+            return True
+        return False
 
     def close(self, *, retain: bool = False) -> None:
         """Ends the session on every stage. Nothing is waited for.

@@ -344,6 +344,8 @@ class User:
         self.is_done = False
         self.events: list[object] = []
         self.row: Any = None
+        self.choose_s = EMBED_S
+        """What choosing a token takes."""
         self.on_token: Callable[[int], None] = lambda count: None
         self.on_event: Callable[[object], None] = lambda event: None
         self.sees: Callable[[Place], bool] = lambda place: True
@@ -456,7 +458,7 @@ class User:
                 world.after(EMBED_S, lambda: self._send_rows(event, rows))
             case StepDone() if event.has_row:
                 row, num_computed = self.row, event.num_computed
-                world.after(EMBED_S, lambda: self._choose(row, num_computed))
+                world.after(self.choose_s, lambda: self._choose(row, num_computed))
             case Failed(error):
                 self.error, self.is_done = error, True
             case Opened() | Repaired() | PeerFailed() | StepDone():

@@ -32,7 +32,7 @@ from p2p.messages import (
     StepResult,
 )
 from scheduler.repair_core import MAX_OPEN_ATTEMPTS
-from tests.core.answer_world import USER, Node, User, World, undisturbed
+from tests.core.answer_world import NAN, USER, Node, User, World, undisturbed
 
 PROMPT = list(range(100, 190))
 NUM_TOKENS = 12
@@ -354,6 +354,31 @@ def test_alternates_that_all_refuse_have_everything_computed_elsewhere() -> None
     finish(world, user)
     assert user.repairs[0].kind in (RepairKind.PREFILLED, RepairKind.PATCHED)
     assert whole[0].serving.counters["rows"] > 0
+
+
+@pytest.mark.parametrize("choose_s", [0.005, 0.03, 0.05, 0.1, 0.3, 1.0])
+@pytest.mark.parametrize("second", [None, 0, 1])
+def test_bad_row_is_the_fault_of_who_sent_it_though_it_is_gone_when_that_is_seen(
+    choose_s: float, second: int | None
+) -> None:
+    """It is seen while its sender is still there, while another is opened in its place, or when that one is ready."""
+    world, nodes, spare = world_of_three()
+    user = world.answer(PROMPT, NUM_TOKENS)
+    user.choose_s = choose_s
+
+    def die() -> None:
+        world.kill(nodes[2])
+        if second is not None:
+            # The plan after the next has the new last stage again, which may have begun by then.
+            world.after(0.08, lambda: world.kill(nodes[second]))
+
+    at_token(user, 4, lambda: spoil(world, nodes[2]))
+    at_event(user, lambda event: isinstance(event, StepDone) and user.row == NAN, die)
+    finish(world, user)
+    assert set(user.avoided) == {nodes[2].peer, *([] if second is None else [nodes[second].peer])}
+    assert user.core.places[2].peer == spare[2].peer
+    assert user.num_sessions == 1
+    assert user.repairs[0].peer == nodes[2].peer
 
 
 def test_nobody_left_is_a_named_error_within_patience() -> None:
