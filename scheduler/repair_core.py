@@ -10,9 +10,11 @@ understood beside the others:
   the smoothed time and four deviations (RFC 6298), never below MIN_TIMEOUT_S.
 * ``Watch`` turns silence and accusations into verdicts. Silence is a reason to ask every stage; who does not answer is
   silent. A stage's word about another is a reason to ask both; if both answer, their link is at fault. A stage that
-  answers is alive, and is given up only when nothing has moved for STUCK_S beyond what it says that steps must wait.
+  answers is alive, and is given up only when nothing has moved for long beyond what it says that steps must wait.
+  scheduler.progress_core finds sooner who it is that has a step for too long.
 * ``RepairPolicy`` counts attempts and says whom to avoid: a peer or a pair of peers is avoided for AVOID_S, twice as
-  long each time that it fails again while it is remembered.
+  long each time that it fails again while it is remembered. Who fails with different partners, be it as accused or as
+  accuser, is avoided for the rest of the answer: one of a pair is at fault, and it is in all of them.
 
 Guarantees: a verdict rests on something that this user has seen itself. Time in which this program did not run (its
 timers come late) is held against nobody. Attempts without progress in between are bounded.
@@ -75,6 +77,10 @@ MAX_POSTPONED = 3
 
 AVOID_S = 30.0
 MAX_AVOID_S = 240.0
+MAX_PARTNERS = 2
+"""With which a peer fails before it is doubted. A well one that is next to two bad ones is doubted as well: that costs
+its replacement, and one more try of a bad one costs a repair."""
+
 MAX_REPAIRS = 8
 """Without a result in between."""
 MAX_PATCHES = 4
@@ -674,6 +680,8 @@ class RepairPolicy:
 
     _peers: dict[PeerId, _Avoided] = field(default_factory=dict)
     _pairs: dict[tuple[PeerId, PeerId], _Avoided] = field(default_factory=dict)
+    _partners: dict[PeerId, set[PeerId]] = field(default_factory=dict)
+    """With whom each peer could not hand rows over, in the whole answer."""
     _num_attempts: int = 0
     _was_open: bool = False
     _have_dropped: set[PeerId] = field(default_factory=set)
@@ -685,6 +693,12 @@ class RepairPolicy:
     def pair_failed(self, one: PeerId, other: PeerId, *, now: MonotonicS) -> None:
         """They are avoided as neighbours for some time."""
         _avoid(self._pairs, (min(one, other), max(one, other)), now)
+        self._partners.setdefault(one, set()).add(other)
+        self._partners.setdefault(other, set()).add(one)
+
+    def is_doubted(self, peer: PeerId) -> bool:
+        """It has failed with so many different partners that more likely it is at fault than all of them."""
+        return len(self._partners.get(peer, ())) >= MAX_PARTNERS
 
     def has_dropped(self, peer: PeerId, *, now: MonotonicS) -> None:
         """It has not kept what it handed on. Once may be for want of room; who does it again is avoided."""
@@ -693,8 +707,9 @@ class RepairPolicy:
         self._have_dropped.add(peer)
 
     def avoid_peers(self, *, now: MonotonicS) -> frozenset[PeerId]:
-        """Those to be avoided now."""
-        return frozenset(peer for peer, avoided in self._peers.items() if now < avoided.until)
+        """Those to be avoided now: some of them for a while, and the doubted for the rest of the answer."""
+        failed = frozenset(peer for peer, avoided in self._peers.items() if now < avoided.until)
+        return failed | {peer for peer in self._partners if self.is_doubted(peer)}
 
     def avoid_pairs(self, *, now: MonotonicS) -> frozenset[tuple[PeerId, PeerId]]:
         """Neighbours to be avoided now, the smaller id first."""

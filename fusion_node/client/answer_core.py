@@ -2,7 +2,8 @@
 
 Guarantees: results come out once per position and in order, whatever fails, and never change; a position is computed
 again only where what it led to was lost. An answer ends: with what its shell closes it with, or with one named error.
-Nobody but the peer that an error names is avoided for it, and hearsay alone has nobody avoided.
+Nobody but the peer that an error names is avoided for it. Hearsay alone has nobody avoided by other answers, nor by this
+one before it comes from or names the same peer twice, with different partners.
 
 Assumes: a shell that does what the events say, in their order, before it sends ``messages_to_send``, and answers each
 Wants… once. Positions are numbered from 0; the rows of any position can be made again from its token at any time.
@@ -323,6 +324,8 @@ class AnswerCore:
         """Who sent that row. It may be gone when the row turns out to be bad."""
         self._appended_at = MonotonicS(0.0)
         self._faults: dict[int, Fault] = {}
+        self._doubted: set[int] = set()
+        """Of the stages in ``_faults``, accusers that are replaced beside those whom they accuse, where others are."""
         self._last_error: PeerError | None = None
         self._asked: WantsRoute | None = None
         self._num_asked = 0
@@ -394,6 +397,10 @@ class AnswerCore:
                 self._retry_at = MonotonicS(now + ROUTE_RETRY_S)
             else:
                 self._fail(error)
+        elif self._doubted:
+            self._faults = {stage: fault for stage, fault in self._faults.items() if stage not in self._doubted}
+            self._doubted.clear()
+            self._look(now)
         elif self.is_open:
             self._retry_at = MonotonicS(now + SOFT_RETRY_S)
         elif all(fault.cause is Cause.PAIR for fault in self._faults.values()):
@@ -605,6 +612,7 @@ class AnswerCore:
         plan, signed = self._make_plan(key, 0, tuple(place.stage for place in chosen.places))
         self.places = chosen.places
         self._faults.clear()
+        self._doubted.clear()
         self._alternates = ()
         self._has_log = False
         self._session = SessionCore(
@@ -650,6 +658,7 @@ class AnswerCore:
         leaving = {self.places[s].peer: f for s, f in self._faults.items() if f.cause is Cause.DRAINING}
         self.places = places
         self._faults = {i: leaving[p.peer] for i, p in enumerate(places) if p.peer in leaving and p.peer in staying}
+        self._doubted.clear()
         self._alternates = ()
         self._alternates_at = None
         plan, signed = self._make_plan(
@@ -715,7 +724,7 @@ class AnswerCore:
         self._faults[fault.stage] = fault
         self._last_error = fault.error
         if fault.cause is Cause.PAIR and fault.accuser is not None:
-            self._policy.pair_failed(self.places[fault.accuser].peer, self.places[fault.stage].peer, now=now)
+            self._pair_failed(fault, fault.accuser, now)
         elif fault.cause is not Cause.SILENT:
             self._avoid(fault.error, now)
         if self.is_open:
@@ -733,6 +742,15 @@ class AnswerCore:
         self._policy.has_dropped(peer, now=now)
         self._note_repair(Fault(stage, Cause.REFUSED, error), now)
         self._try_again(now, with_whole=str(error))
+
+    def _pair_failed(self, fault: Fault, accuser: int, now: MonotonicS) -> None:
+        """Who accuses one neighbour after the other is replaced as well: it may be that none of them was at fault."""
+        peer = self.places[accuser].peer
+        self._policy.pair_failed(peer, self.places[fault.stage].peer, now=now)
+        if self._policy.is_doubted(peer) and accuser not in self._faults:
+            error = RemoteProtocolError(peer, f"node {short(peer)} fails with one neighbour after the other")
+            self._faults[accuser] = dataclasses.replace(fault, stage=accuser, accuser=fault.stage, error=error)
+            self._doubted.add(accuser)
 
     def _recovered(self, stage: int) -> None:
         self._faults.pop(stage, None)

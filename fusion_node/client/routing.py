@@ -427,8 +427,11 @@ class Router:
             answer = await self._planned(candidates, legs, workload, look, avoid, is_explained)
             if isinstance(answer, Uncovered):
                 # Rather with a node that failed a moment ago than not at all: it may have been our link. And if there
-                # is no route, it is to be known why.
-                answer = await self._planned(candidates, legs, workload, look, Avoid(), True)
+                # is no route, it is to be known why. Two that cannot hand rows to one another come last.
+                for rather in [Avoid(pairs=avoid.pairs)] * bool(avoid.pairs) + [Avoid()]:
+                    answer = await self._planned(candidates, legs, workload, look, rather, True)
+                    if isinstance(answer, PlannedRoute):
+                        break
             found: Planned | Uncovered
             if isinstance(answer, Uncovered):
                 found = answer

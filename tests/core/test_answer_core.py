@@ -23,12 +23,14 @@ from fusion_node.errors import LocalProtocolError, NoRoute, PeerError, PeerRefus
 from fusion_node.types import PeerId
 from p2p.messages import (
     NOT_RETAINED,
+    AnyMessage,
     Replayed,
     Resend,
     SessionFailed,
     SessionOpened,
     SessionProgress,
     SessionQuery,
+    Step,
     StepResult,
 )
 from scheduler.repair_core import MAX_OPEN_ATTEMPTS
@@ -218,6 +220,57 @@ def test_link_between_two_nodes_that_cannot_be_made_again_is_avoided_and_nobody_
         {nodes[0].peer, spare[1].peer, nodes[2].peer},
         {spare[0].peer, nodes[1].peer, nodes[2].peer},
     )
+
+
+@pytest.mark.parametrize("num_bad", [1, 2, 3])
+@pytest.mark.parametrize("when", ["start", "decode"])
+def test_several_holders_of_a_stage_that_compute_garbage_do_not_end_the_answer(num_bad: int, when: str) -> None:
+    world, _, _ = world_of_three(num_spare=4)
+    user = User(world, PROMPT, NUM_TOKENS, None)
+    world.user = user
+
+    def strike() -> None:
+        for node in [node for node in world.nodes.values() if node.layers.start == 0][:num_bad]:
+            node.spoils = True
+
+    if when == "start":
+        strike()
+    else:
+        at_token(user, 4, strike)
+    user.start()
+    finish(world, user)
+    assert user.avoided == []  # by other answers: all of that was hearsay
+
+
+def test_bad_holders_are_passed_by_though_they_fail_with_every_holder_of_the_next_stage() -> None:
+    world = World(0)
+    bad = [world.node(0, 2), world.node(0, 2)]
+    for layers in ((2, 4), (2, 4), (4, 6), (0, 2)):
+        world.node(*layers)
+    for node in bad:
+        node.spoils = True
+    user = world.answer(PROMPT, NUM_TOKENS)
+    finish(world, user)
+
+
+def test_stage_that_accuses_whoever_comes_before_it_is_replaced_itself() -> None:
+    world, nodes, spare = world_of_three(num_spare=4)
+    user = User(world, PROMPT, NUM_TOKENS, None)
+    world.user = user
+    send = world.send
+    liar = nodes[1].peer
+
+    def lying(sender: PeerId, receiver: PeerId, message: AnyMessage, rows: tuple[object, ...] = ()) -> bool:
+        if receiver == liar and sender != USER and isinstance(message, Step):
+            failed = SessionFailed(message.session, message.epoch, 1, "garbage", "not a number", sender, True)
+            return send(liar, USER, failed)
+        return send(sender, receiver, message, rows)
+
+    world.send = lying  # type: ignore[method-assign]
+    user.start()
+    finish(world, user)
+    assert len(user.repairs) + sum(isinstance(event, Opened) for event in user.events) <= 4
+    assert liar not in {place.peer for place in user.core.places}
 
 
 def test_link_between_two_nodes_without_alternates_is_made_again() -> None:

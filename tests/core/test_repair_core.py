@@ -512,6 +512,19 @@ def test_who_has_not_kept_its_rows_is_avoided_the_second_time() -> None:
     assert policy.avoid_peers(now=at(AVOID_S - 1)) == {A}
 
 
+def test_who_fails_with_two_partners_is_avoided_for_the_rest_of_the_answer() -> None:
+    policy = RepairPolicy()
+    bad, one, other = (PeerId(name) for name in ("bad", "one", "other"))
+    policy.pair_failed(one, bad, now=at(0.0))
+    policy.pair_failed(bad, one, now=at(1.0))
+    assert policy.avoid_peers(now=at(1.0)) == frozenset()
+    assert not policy.is_doubted(bad)
+    policy.pair_failed(bad, other, now=at(2.0))
+    assert policy.is_doubted(bad)
+    assert policy.avoid_peers(now=at(1e6)) == {bad}
+    assert policy.avoid_pairs(now=at(1e6)) == frozenset()
+
+
 def test_attempts_are_bounded_and_begin_anew_with_every_result() -> None:
     policy = RepairPolicy()
     opening = [policy.next_attempt() for _ in range(MAX_OPEN_ATTEMPTS)]

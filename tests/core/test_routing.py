@@ -261,6 +261,17 @@ async def test_node_that_failed_a_moment_ago_is_avoided_but_better_than_none(swa
     assert places(await router.route(64, avoid_peers=[slow.peer])) == [(fast.peer, "0:12")]
 
 
+async def test_of_those_that_failed_two_that_cannot_hand_over_to_one_another_come_last(swarm: Swarm) -> None:
+    first, second = await swarm.node(shard(0, 6, 1.0)), await swarm.node(shard(6, 12))
+    slow = await swarm.node(shard(0, 6, 900.0))
+    router = await swarm.router()
+    avoided = [first.peer, second.peer, slow.peer]
+    found = await router.route(64, avoid_peers=avoided, avoid_pairs=[(first.peer, second.peer)])
+    assert places(found) == [(first.peer, "0:5"), (slow.peer, "5:6"), (second.peer, "6:12")]
+    pairs = [(first.peer, second.peer), (slow.peer, second.peer)]
+    assert places(await router.route(64, avoid_pairs=pairs)) == [(first.peer, "0:6"), (second.peer, "6:12")]
+
+
 async def test_patch_replaces_the_lost_stage_alone_with_one_node_or_several(swarm: Swarm) -> None:
     first = await swarm.node(shard(0, 4))
     middle = await swarm.node(shard(4, 8))
