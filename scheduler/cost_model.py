@@ -9,6 +9,10 @@ A prompt goes in chunks that follow one another through the stages, as jobs go t
 ``m`` equal chunks the last one is through after one chunk's time on every stage and leg, and ``m - 1`` times that on
 the slowest of them.
 
+Who takes the place of another in a session that is under way computes its rows again first, while the answer stands
+still. To be compared with what a step costs, that is spread over the steps that are still expected. It is no part of
+what a route is said to cost afterwards.
+
 When ``concurrency`` sessions share a route, its slowest stage or leg limits all of them: each forward then serves the
 steps of all, and a leg carries their payloads one after another. A long way limits them too: each session has one step
 under way at a time.
@@ -51,6 +55,8 @@ class Workload:
         user_step_s: the user's own part of a step.
         user_prefill_s: the user's own part of the prefill, embedding and the first token's head together.
         concurrency: sessions whose steps share forwards when the route is full.
+        replay_rows: that a node which comes into a route has to compute before it can go on: the session so far.
+        replay_tokens: that are expected still, over which a replay is spread.
     """
 
     num_positions: int
@@ -63,8 +69,12 @@ class Workload:
     user_step_s: float = 0.0
     user_prefill_s: float = 0.0
     concurrency: int = 16
+    replay_rows: int = 0
+    replay_tokens: float = 1.0
 
     def __post_init__(self) -> None:
+        if self.replay_rows < 0 or self.replay_tokens <= 0:
+            raise ValueError("what is computed again is spread over tokens that follow")
         if self.tokens_per_step <= 0 or min(self.step_rows, self.prefill_chunk_rows, self.concurrency) < 1:
             raise ValueError("a step has rows and commits tokens, and a chunk and a full route are not empty")
 
@@ -82,6 +92,11 @@ class Workload:
     def num_chunks(self) -> int:
         """In which the prompt goes; 0 without a prompt."""
         return math.ceil(self.prompt_tokens / self.prefill_chunk_rows)
+
+    @property
+    def replay_steps(self) -> float:
+        """Over which a replay is spread."""
+        return max(self.replay_tokens / self.tokens_per_step, 1.0)
 
     @property
     def chunk_rows(self) -> float:
@@ -197,6 +212,13 @@ class RouteCost:
 def seconds_per_layer(candidate: Candidate, num_rows: float) -> float:
     """Of a forward of so many rows on a candidate, bounded from below."""
     return max(candidate.speed.seconds_per_layer(num_rows), MIN_SECONDS_PER_LAYER)
+
+
+def replay_s_per_layer(candidate: Candidate, workload: Workload) -> float:
+    """What each layer takes for the rows of the session so far, spread over the steps that follow."""
+    if not workload.replay_rows:
+        return 0.0
+    return seconds_per_layer(candidate, workload.replay_rows) / workload.replay_steps
 
 
 def busy_s(queue_s: float, compute_s: float, workload: Workload) -> float:

@@ -20,7 +20,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from fusion_node.types import LayerRange, PeerId
-from scheduler.cost_model import MESSAGE_OVERHEAD_S, Workload, payload_s, route_cost, seconds_per_layer
+from scheduler.cost_model import (
+    MESSAGE_OVERHEAD_S,
+    Workload,
+    payload_s,
+    replay_s_per_layer,
+    route_cost,
+    seconds_per_layer,
+)
 from scheduler.leg_table import Floats, bulk_legs
 from scheduler.plans import Alternate, Avoid, Objective, Planned, Reason, Rejection, Uncovered
 from scheduler.route_limits import Breach, Limits, Outcome, best_within
@@ -120,6 +127,7 @@ def plan_patch(
     Args:
         lost: places of the stages to replace, whose peers are avoided. Neighbours among them are replaced together, by
             one node or several.
+        workload: its ``replay_rows`` count for those that come into the route, and not for those that stay.
         known: of the stages that stay, see plan_route.
     """
     return plan_route(
@@ -321,7 +329,7 @@ def _most_promising(ask: _Ask, usable: Sequence[Candidate]) -> tuple[list[Candid
     workload = ask.workload
     way_s = np.array([sum(leg.one_way_s for leg in ask.ways(c.peer)) for c in usable])
     fixed_s = np.array([max(c.queue_s, 0.0) for c in usable])
-    layer_s = np.array([seconds_per_layer(c, workload.step_rows) for c in usable])
+    layer_s = np.array([seconds_per_layer(c, workload.step_rows) + replay_s_per_layer(c, workload) for c in usable])
     held = np.array([len(c.layers) for c in usable])
     holds = _holds(usable, ask.num_layers)
     ranks = np.full(len(usable), len(usable))
@@ -503,12 +511,19 @@ def _space(ask: _Ask, nodes: Sequence[Candidate]) -> Space:
     queue_s = np.array([max(c.queue_s, 0.0) for c in nodes])
     rows = workload.chunk_rows if is_prefill else float(workload.step_rows)
     layer_s = np.array([seconds_per_layer(c, rows) for c in nodes])
+    pins = {stage.peer: stage.layers for stage in ask.pinned}
+    is_new = np.array([c.peer not in pins for c in nodes])
+    # The rows so far go to a node that is new, and through it, before the session goes on.
+    replay_bytes = is_new * (workload.replay_rows * workload.row_bytes / workload.replay_steps)
+    replay_layer_s = is_new * np.array([replay_s_per_layer(c, workload) for c in nodes])
     seconds = Costs(
-        enter=_leg_seconds(enter, sent_bytes),
-        hand=np.ascontiguousarray((one_way_s + hand_payload_s + MESSAGE_OVERHEAD_S).T),
-        leave=_leg_seconds(leave, returned_bytes),
+        enter=_leg_seconds(enter, sent_bytes + replay_bytes),
+        hand=np.ascontiguousarray(
+            (one_way_s + hand_payload_s + replay_bytes / np.maximum(rate_Bps, 1.0) + MESSAGE_OVERHEAD_S).T
+        ),
+        leave=_leg_seconds(leave, np.full(len(nodes), returned_bytes)),
         fixed=queue_s + _TIE_S,
-        layer=layer_s,
+        layer=layer_s + replay_layer_s,
     )
     if is_prefill:
         busy_fixed, busy_layer = queue_s, layer_s
@@ -524,7 +539,6 @@ def _space(ask: _Ask, nodes: Sequence[Candidate]) -> Space:
         layer=busy_layer,
     )
     allowed = _holds(nodes, ask.num_layers)
-    pins = {stage.peer: stage.layers for stage in ask.pinned}
     for layers in pins.values():
         allowed[[index for index, c in enumerate(nodes) if c.peer not in pins], layers.start : layers.stop] = False
     cuts = np.zeros(ask.num_layers + 1, dtype=np.bool_)
@@ -551,8 +565,9 @@ def _handing(ask: _Ask, nodes: Sequence[Candidate]) -> tuple[Floats, Floats]:
     return bulk_legs(ask.legs, peers, peers, needed)
 
 
-def _leg_seconds(legs: Sequence[Leg], payload_bytes: float) -> Floats:
-    return np.array([leg.one_way_s + payload_s(leg, payload_bytes) + MESSAGE_OVERHEAD_S for leg in legs])
+def _leg_seconds(legs: Sequence[Leg], payload_bytes: Floats) -> Floats:
+    payloads = zip(legs, payload_bytes.tolist(), strict=True)
+    return np.array([leg.one_way_s + payload_s(leg, num_bytes) + MESSAGE_OVERHEAD_S for leg, num_bytes in payloads])
 
 
 def _limits(rules: Rules, nodes: Sequence[Candidate]) -> Limits:

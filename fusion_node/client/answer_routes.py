@@ -141,6 +141,10 @@ class AnswerRoutes:
             case _:
                 pass
 
+    @property
+    def _num_generated(self) -> int:
+        return len(self._answer.all_ids) - self._answer.num_prompt
+
     def _planned(self, places: Sequence[Place]) -> Planned:
         """The route over these places, all of whose nodes were found here."""
         return Planned(tuple((self._nodes[place.peer], place.layers) for place in places))
@@ -159,6 +163,8 @@ class AnswerRoutes:
                 self._planned(present),
                 wants.lost,
                 self._num_positions,
+                num_rows=len(self._answer.all_ids),
+                num_generated=self._num_generated,
                 avoid_peers=wants.avoid_peers,
                 avoid_pairs=wants.avoid_pairs,
             )
@@ -183,7 +189,7 @@ class AnswerRoutes:
         if found is not None and found[0].stages == planned.places:
             self._known, num_known = found
             prefix = Prefix(found[0].session, num_known)
-        return Found(self._places(planned), prefix, planned.expected_step_s)
+        return Found(self._places(planned), prefix, planned.expected_step_s, planned.expected_prefill_s)
 
     async def alternates(self, wants: WantsAlternates, present: tuple[Place, ...]) -> tuple[tuple[Place, ...], ...]:
         """See Routes."""
@@ -191,7 +197,12 @@ class AnswerRoutes:
             self._looked_at = time.monotonic()
             await self._router.refresh()
         found = await self._router.alternates(
-            self._planned(present), self._num_positions, avoid_peers=wants.avoid_peers, avoid_pairs=wants.avoid_pairs
+            self._planned(present),
+            self._num_positions,
+            num_rows=len(self._answer.all_ids),
+            num_generated=self._num_generated,
+            avoid_peers=wants.avoid_peers,
+            avoid_pairs=wants.avoid_pairs,
         )
         return tuple(self._places(Planned(stages)) for stages in found)
 

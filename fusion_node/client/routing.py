@@ -61,6 +61,10 @@ CHUNKS_PER_PROMPT = 4
 
 MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS = 32, 256
 
+MIN_TOKENS_LEFT = 64
+"""That an answer is expected to go on for, or as long again as it is already, but never beyond its end: most end long
+before the limit that was asked for."""
+
 Placed: TypeAlias = tuple[MeasuredNode, LayerRange]
 """A node, and what it is to serve."""
 
@@ -85,6 +89,11 @@ class Planned:
     def expected_step_s(self) -> float | None:
         """Seconds that a decode step is expected to take, all legs and stages and the user's part; None if unknown."""
         return None if self.plan is None else self.plan.cost.seconds_per_step
+
+    @property
+    def expected_prefill_s(self) -> float | None:
+        """Seconds from an open session to the first token, of the prompt that was planned for; None if unknown."""
+        return None if self.plan is None else self.plan.cost.time_to_first_token_s
 
 
 @dataclass(slots=True)
@@ -273,6 +282,8 @@ class Router:
         lost: Collection[int],
         num_positions: int,
         *,
+        num_rows: int = 0,
+        num_generated: int = 0,
         avoid_peers: Collection[PeerId] = (),
         avoid_pairs: Collection[tuple[PeerId, PeerId]] = (),
     ) -> Planned | None:
@@ -284,6 +295,8 @@ class Router:
         Args:
             lost: places of the stages to replace.
             num_positions: of the session.
+            num_rows: of them that a node which comes into the route has to compute before it can go on.
+            num_generated: tokens of the answer so far.
             avoid_peers: not planned with, whoever else there is. Those of the lost stages need not be named.
             avoid_pairs: of peers that must not hand rows to one another, in either direction.
 
@@ -294,7 +307,7 @@ class Router:
             NoPeers: nobody of the swarm can be reached.
         """
         avoid = Avoid(frozenset(avoid_peers) | {planned.places[index][0] for index in lost}, frozenset(avoid_pairs))
-        workload = self._workload(num_positions, 0)
+        workload = self._patch_workload(num_positions, num_rows, num_generated)
         now = time.monotonic()
         failed = frozenset(peer for peer, until in self._avoid.items() if until > now)
         kept = frozenset(peer for index, (peer, _) in enumerate(planned.places) if index not in lost)
@@ -310,14 +323,16 @@ class Router:
         planned: Planned,
         num_positions: int,
         *,
+        num_rows: int = 0,
+        num_generated: int = 0,
         avoid_peers: Collection[PeerId] = (),
         avoid_pairs: Collection[tuple[PeerId, PeerId]] = (),
     ) -> tuple[tuple[Placed, ...], ...]:
         """For each stage what would take its place if it were lost now, connected already; empty where nothing would.
 
-        Does not look around: see ``refresh``.
+        Does not look around: see ``refresh``. Arguments are those of ``patch``.
         """
-        workload, found = self._workload(num_positions, 0), []
+        workload, found = self._patch_workload(num_positions, num_rows, num_generated), []
         for index, (peer, _) in enumerate(planned.places):
             avoid = Avoid(frozenset(avoid_peers) | {peer}, frozenset(avoid_pairs))
             patched = await self._patch(self._look, planned, [index], workload, avoid)
@@ -365,6 +380,10 @@ class Router:
             user_step_s=self.user_step_s,
             user_prefill_s=self.user_step_s,
         )
+
+    def _patch_workload(self, num_positions: int, num_rows: int, num_generated: int) -> Workload:
+        left = min(max(num_generated, MIN_TOKENS_LEFT), max(num_positions - num_rows, 1))
+        return replace(self._workload(num_positions, 0), replay_rows=num_rows, replay_tokens=left)
 
     async def _look_around(self, without: Collection[PeerId] = ()) -> Look:
         """Finds the nodes, and measures those that may serve; of those in ``without`` what was measured before stays.

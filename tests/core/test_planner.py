@@ -270,6 +270,32 @@ def test_a_patch_replaces_lost_stages_and_nothing_else() -> None:
     assert stages(several) == [("a", "0:10"), ("e", "10:12"), ("d", "12:20"), ("c", "20:30")]
 
 
+@pytest.mark.parametrize(("rows", "tokens", "chosen"), [(0, 1, "cpu"), (5000, 50, "gpu"), (5000, 100_000, "cpu")])
+def test_a_patch_counts_what_the_replay_takes_over_the_tokens_that_follow(rows: int, tokens: int, chosen: str) -> None:
+    """A node next door that takes five minutes for 5,000 rows, and one far away that takes five seconds."""
+    route = planned(*THIRDS).route
+    others = (node("cpu", 10, 20, speed=0.001, wide=0.1), node("gpu", 10, 20, speed=0.001, wide=0.0015))
+    legs = TableLegs(one_way_s={("a", "gpu"): 0.05, ("gpu", "c"): 0.05})
+    work = Workload(num_positions=100, replay_rows=rows, replay_tokens=tokens)
+    patch = plan_patch([*THIRDS, *others], legs, route, {1}, num_layers=30, workload=work)
+    assert isinstance(patch, Planned)
+    assert stages(patch)[1] == (chosen, "10:20")
+    alone = plan_route([*THIRDS[::2], *(c for c in others if c.peer == chosen)], legs, num_layers=30, workload=WORK)
+    assert isinstance(alone, Planned)
+    assert patch.cost.seconds_per_token == pytest.approx(alone.cost.seconds_per_token)
+
+
+def test_a_patch_counts_the_way_of_the_rows_so_far() -> None:
+    route = planned(*THIRDS).route
+    others = (node("slow line", 10, 20, wide=0.0015), node("fast line", 10, 20, speed=0.0012, wide=0.0015))
+    legs = TableLegs(rate_Bps={("a", "slow line"): 1e5})
+    for rows, chosen in ((0, "slow line"), (1000, "fast line")):
+        work = Workload(num_positions=100, row_bytes=10, replay_rows=rows, replay_tokens=10)
+        patch = plan_patch([*THIRDS, *others], legs, route, {1}, num_layers=30, workload=work)
+        assert isinstance(patch, Planned)
+        assert stages(patch)[1] == (chosen, "10:20")
+
+
 def test_a_patch_of_neighbours_may_put_one_node_in_the_place_of_both() -> None:
     route = planned(*THIRDS).route
     patch = plan_patch([*THIRDS, node("d", 5, 30)], TableLegs(), route, {1, 2}, num_layers=30, workload=WORK)

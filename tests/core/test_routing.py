@@ -293,6 +293,20 @@ async def test_patch_replaces_the_lost_stage_alone_with_one_node_or_several(swar
     assert await router.patch(planned, [1], 64, avoid_pairs=[(last.peer, right.peer)]) is None
 
 
+async def test_patch_and_alternates_of_a_long_session_avoid_who_is_slow_at_many_rows(swarm: Swarm) -> None:
+    await swarm.node(shard(0, 12, 1.0))
+    slow_at_many = await swarm.node(shard(0, 12, seconds_per_layer=(0.002, 0.01, 1.0)))
+    other = await swarm.node(shard(0, 12, 3.0))
+    router = await swarm.router()
+    planned = await router.route(4096)
+    for rows, expected in ((0, slow_at_many), (2000, other)):
+        patched = await router.patch(planned, [0], 4096, num_rows=rows, num_generated=100)
+        assert patched is not None
+        assert places(patched) == [(expected.peer, "0:12")]
+        ((alternate,),) = await router.alternates(planned, 4096, num_rows=rows, num_generated=100)
+        assert alternate[0].peer == expected.peer
+
+
 async def test_patch_finds_a_node_that_came_after_the_last_look(swarm: Swarm) -> None:
     lost = await swarm.node(shard(0, 12))
     router = await swarm.router()
