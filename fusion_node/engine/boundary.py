@@ -23,6 +23,7 @@ from fusion_node.engine.linear import speed_up_linears
 from fusion_node.engine.numerics import NumericsClass
 from fusion_node.engine.quantized import Quantization, is_boundary_quantized
 from fusion_node.engine.weights import TensorSource, fill
+from fusion_node.errors import ConfigError
 
 
 class Boundary:
@@ -34,7 +35,9 @@ class Boundary:
         self.device = device
         self._front = model.get_submodule(model.base_model_prefix)
         self._back = model
+        self._head: torch.nn.Module = model.get_output_embeddings()
         setattr(model, model.base_model_prefix, _Rows(self._front.get_submodule("norm")))
+        self._norm = model.get_submodule(model.base_model_prefix).get_submodule("norm")
         self._front.norm = torch.nn.Identity()
 
     @classmethod
@@ -76,6 +79,23 @@ class Boundary:
         rows = rows_TD.to(device=self.device, dtype=self.numerics.dtype)
         logits: torch.Tensor = self._back(inputs_embeds=rows.unsqueeze(0), use_cache=False).logits[0]
         return logits.float().cpu().numpy()
+
+    @torch.inference_mode()
+    def norm(self, rows_TD: torch.Tensor) -> torch.Tensor:
+        """What the LM head multiplies by, ``[T, D]``, of rows that the last stage returned."""
+        rows: torch.Tensor = self._norm(rows_TD.to(device=self.device, dtype=self.numerics.dtype))
+        return rows
+
+    def head_rows(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """The LM head's weights for these tokens, ``[len(token_ids), D]`` in float32: what drafts multiply by.
+
+        Raises:
+            ConfigError: the head is quantised.
+        """
+        weight = self._head.weight
+        if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or weight.dim() != 2:
+            raise ConfigError("the LM head of this model is quantised: a draft needs its plain rows")
+        return weight.detach()[torch.tensor(token_ids, device=weight.device)].float()
 
 
 class _Rows(torch.nn.Module):

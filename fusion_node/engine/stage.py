@@ -159,6 +159,11 @@ class Stage:
             layer_idx_base=self._layer_idx_base,
         )
 
+    def parameters_of(self, layer: int) -> dict[str, torch.Tensor]:
+        """The weights of one of its layers by their names within the layer, as they are held."""
+        module = self._model.get_submodule(f"layers.{layer}")
+        return {name: parameter.detach() for name, parameter in module.named_parameters()}
+
     @property
     def first_layers(self) -> frozenset[int] | None:
         """Layers of the model at which a range may begin; None: all of them."""
