@@ -66,6 +66,15 @@ MAX_BACKLOG_S = 30.0
 STUCK_S = 10.0
 """As long as a connection between two nodes can be lost before both of them know (docs/protocol-data-plane.md)."""
 
+MEASURED_STUCK_S = 3.0
+"""The same once steps of the session were measured: several times what a busy machine pauses for."""
+
+STUCK_TIMES = 4
+"""So often what a step takes at most on its whole way may pass at one place."""
+
+MAX_STUCK_S = 240.0
+"""However slow a route has been: 256 rows at a second each."""
+
 MAX_CLAIMED_WAIT_S = 20.0
 """Of a queue by a node's own word: after that it gives a step up itself."""
 
@@ -383,13 +392,17 @@ class StepTimes:
 
     Args:
         expected_s: of a decode step, by the cost model; None when it has no opinion.
+        expected_row_s: of each row of a chunk of the prompt.
     """
 
-    def __init__(self, expected_s: float | None = None) -> None:
+    def __init__(self, expected_s: float | None = None, expected_row_s: float | None = None) -> None:
         self._few = _Estimate()
         self._many = _Estimate()
         """Seconds per row."""
         self._expected_s = expected_s
+        self._expected_row_s = expected_row_s
+        self._patience = 1
+        """Doubled each time that it was not enough, until a step comes back."""
 
     @property
     def decode_s(self) -> float | None:
@@ -398,6 +411,7 @@ class StepTimes:
 
     def note(self, num_rows: int, seconds: float) -> None:
         """A step came back."""
+        self._patience = 1
         if num_rows <= _FEW_ROWS:
             self._few.note(seconds)
         else:
@@ -405,17 +419,40 @@ class StepTimes:
 
     def timeout_s(self, num_rows: int) -> float:
         """For a step of so many rows."""
+        return min(max(self._bound_s(num_rows), MIN_TIMEOUT_S), MAX_TIMEOUT_S)
+
+    def patience_s(self, num_rows: int, *, is_proven: bool) -> float:
+        """How long a step of so many rows may be at one place, whoever it is at saying that it is alive.
+
+        Args:
+            is_proven: the stages are those whose steps were measured. Others may be as slow as is thought of the
+                slowest.
+        """
+        bound_s = self._bound_s(num_rows)
+        is_measured = (self._few if num_rows <= _FEW_ROWS else self._many).bound is not None
+        if not is_proven:
+            bound_s = max(bound_s, self._unmeasured_s(num_rows))
+        least_s = MEASURED_STUCK_S if is_measured and is_proven else STUCK_S
+        return min(max(STUCK_TIMES * bound_s, least_s) * self._patience, MAX_STUCK_S)
+
+    def gave_up(self) -> None:
+        """A stage was replaced because a step was too long at it: if that was wrong, the next one has more time."""
+        self._patience *= 2
+
+    def _bound_s(self, num_rows: int) -> float:
+        few_s, per_row_s = self._few.bound, self._many.bound
+        if num_rows > _FEW_ROWS and per_row_s is not None:
+            return num_rows * per_row_s
+        return self._unmeasured_s(num_rows) if num_rows > _FEW_ROWS or few_s is None else few_s
+
+    def _unmeasured_s(self, num_rows: int) -> float:
         few_s = self._few.bound
         if few_s is None:
             few_s = max(FIRST_TIMEOUT_S, 4 * (self._expected_s or 0.0))
-        per_row_s = self._many.bound
         if num_rows <= _FEW_ROWS:
-            own_s = few_s
-        elif per_row_s is None:
-            own_s = few_s + num_rows * FIRST_TIMEOUT_PER_ROW_S
-        else:
-            own_s = num_rows * per_row_s
-        return min(max(own_s, MIN_TIMEOUT_S), MAX_TIMEOUT_S)
+            return few_s
+        row_s = FIRST_TIMEOUT_PER_ROW_S if self._expected_row_s is None else self._expected_row_s
+        return few_s + num_rows * row_s
 
 
 # who is at fault
@@ -481,6 +518,7 @@ class Watch:
                 estimate.note(seconds)
         self._timeout_s: float | None = None
         """Of what is awaited; None: nothing is."""
+        self._patience_s = STUCK_S
         self._due = MonotonicS(0.0)
         """When everybody is asked."""
         self._moved_at = MonotonicS(0.0)
@@ -499,9 +537,15 @@ class Watch:
         self._to_ask: list[int] = []
         self._found: list[Verdict | Recovered] = []
 
-    def expect(self, timeout_s: float, *, now: MonotonicS) -> None:
-        """Something is awaited, and something has moved just now, or the waiting begins."""
+    def expect(self, timeout_s: float, *, now: MonotonicS, patience_s: float = STUCK_S) -> None:
+        """Something is awaited, and something has moved just now, or the waiting begins.
+
+        Args:
+            timeout_s: until everybody is asked.
+            patience_s: until nothing moves any more; at least STUCK_S.
+        """
         self._timeout_s = timeout_s
+        self._patience_s = max(patience_s, STUCK_S)
         self._due = MonotonicS(now + timeout_s)
         self._moved_at = now
         self._num_rounds = 0
@@ -632,7 +676,7 @@ class Watch:
             return
         back_off = 2 ** min(self._num_rounds, MAX_BACK_OFF)
         self._due = MonotonicS(now + min(self._timeout_s * back_off, MAX_TIMEOUT_S))
-        if now - self._moved_at >= STUCK_S + self._claimed_wait_s and not self._silent:
+        if now - self._moved_at >= self._patience_s + self._claimed_wait_s and not self._silent:
             self._moved_at = now
             self._found.append(self._stuck())
 

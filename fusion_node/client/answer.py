@@ -47,6 +47,7 @@ class Found:
     places: tuple[Place, ...]
     prefix: Prefix | None = None
     expected_step_s: float | None = None
+    expected_prefill_s: float | None = None
 
 
 class Routes(Protocol):
@@ -254,6 +255,7 @@ class AnswerShell:
                 now=self._now(),
                 prefix=found.prefix,
                 expected_step_s=found.expected_step_s,
+                expected_prefill_s=found.expected_prefill_s,
             )
         self._pump()
 

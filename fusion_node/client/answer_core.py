@@ -2,8 +2,8 @@
 
 Guarantees: results come out once per position and in order, whatever fails, and never change; a position is computed
 again only where what it led to was lost. An answer ends: with what its shell closes it with, or with one named error.
-Nobody but the peer that an error names is avoided for it. Hearsay alone has nobody avoided by other answers, nor by this
-one before it comes from or names the same peer twice, with different partners.
+Nobody but the peer that an error names is avoided for it. Hearsay alone has nobody avoided by other answers, nor by
+this one before it comes from or names the same peer twice, with different partners.
 
 Assumes: a shell that does what the events say, in their order, before it sends ``messages_to_send``, and answers each
 Wants… once. Positions are numbered from 0; the rows of any position can be made again from its token at any time.
@@ -253,6 +253,7 @@ class _Next:
     places: tuple[Place, ...]
     prefix: Prefix | None = None
     expected_step_s: float | None = None
+    expected_row_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -302,7 +303,7 @@ class AnswerCore:
         patience_s: float = ROUTE_PATIENCE_S,
     ) -> None:
         self.places: tuple[Place, ...] = ()
-        self._num_positions = num_prompt
+        self._num_prompt = self._num_positions = num_prompt
         self._row_size = row_size
         self._wire_dtype = wire_dtype
         self._make_plan = make_plan
@@ -372,18 +373,21 @@ class AnswerCore:
         now: MonotonicS,
         prefix: Prefix | None = None,
         expected_step_s: float | None = None,
+        expected_prefill_s: float | None = None,
     ) -> None:
         """The route that was asked for: of a PATCH too, all of its stages.
 
         Args:
             prefix: an earlier session over the same places, with which a WHOLE route is to begin.
             expected_step_s: of a decode step over it, by the cost model.
+            expected_prefill_s: of the prompt.
         """
         asked = self._asked
         if self._is_over or asked is None or asked.number != number:
             return
         self._asked = None
-        self._choose(_Next(asked.kind, places, prefix, expected_step_s), now)
+        expected_row_s = None if expected_prefill_s is None else expected_prefill_s / self._num_prompt
+        self._choose(_Next(asked.kind, places, prefix, expected_step_s, expected_row_s), now)
         self._follow(now)
 
     def no_route(self, number: int, error: FusionError, *, now: MonotonicS) -> None:
@@ -622,7 +626,7 @@ class AnswerCore:
             wire_dtype=self._wire_dtype,
             prefix=chosen.prefix,
             round_trips_s=[place.round_trip_s for place in chosen.places],
-            times=StepTimes(chosen.expected_step_s),
+            times=StepTimes(chosen.expected_step_s, chosen.expected_row_s),
             open_lease=self._open_lease,
             backlog_s=self._backlog_s,
             known_positions=self._num_sent,
@@ -747,8 +751,9 @@ class AnswerCore:
         """Who accuses one neighbour after the other is replaced as well: it may be that none of them was at fault."""
         peer = self.places[accuser].peer
         self._policy.pair_failed(peer, self.places[fault.stage].peer, now=now)
-        if self._policy.is_doubted(peer) and accuser not in self._faults:
-            error = RemoteProtocolError(peer, f"node {short(peer)} fails with one neighbour after the other")
+        if (fault.is_either or self._policy.is_doubted(peer)) and accuser not in self._faults:
+            what = "does not reach the one behind it" if fault.is_either else "fails with one neighbour after the other"
+            error = RemoteProtocolError(peer, f"node {short(peer)} {what}")
             self._faults[accuser] = dataclasses.replace(fault, stage=accuser, accuser=fault.stage, error=error)
             self._doubted.add(accuser)
 

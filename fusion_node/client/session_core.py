@@ -12,8 +12,8 @@ with a plan of the next epoch, or closes the session.
 
 States: OPENING (waiting for every stage of an epoch), READY, BROKEN (a stage cannot go on under this plan: nothing is
 sent, and results that still come count), CLOSED.
-Timers: of scheduler.repair_core.Watch, the opening deadline, and the renewal of leases, in seconds of the monotonic
-clock.
+Timers: of scheduler.repair_core.Watch and scheduler.progress_core, the opening deadline, and the renewal of leases, in
+seconds of the monotonic clock.
 
 Source: docs/protocol-data-plane.md, "The session log" and "Repair". Ugly: chains only; trees come with speculation.
 
@@ -62,6 +62,7 @@ from p2p.messages import (
     row_bytes,
 )
 from p2p.records import Lease, Plan, Refusal
+from scheduler.progress_core import Progress
 from scheduler.repair_core import (
     Cause,
     LogEntry,
@@ -71,6 +72,7 @@ from scheduler.repair_core import (
     Recovered,
     StageHas,
     StepTimes,
+    Verdict,
     Watch,
     replay_orders,
     rows_per_order,
@@ -161,12 +163,14 @@ class Fault:
 
     Attributes:
         accuser: of a fault of the link between two stages, the other one.
+        is_either: nobody has accused anybody: the other one may as well be at fault.
     """
 
     stage: int
     cause: Cause
     error: PeerError
     accuser: int | None = None
+    is_either: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +281,11 @@ class SessionCore:
         self._offers: set[int] = set()
         self._open_deadline: MonotonicS | None = None
         self._watch = Watch(round_trips_s, lambda stage: self._backlog_s(self._peers[stage]))
+        self._progress = Progress(len(self._peers), self._patience_s, lambda: self._backlog_s(self._peers[0]))
+        self._asked_at: list[deque[MonotonicS]] = [deque() for _ in self._peers]
+        """When the questions were sent that a stage has not answered."""
+        self._is_proven = False
+        """A result has come under this plan."""
         self._orders = Orders([])
         self._asked: deque[RowsWanted] = deque()
         self._faults: dict[int, Cause] = {}
@@ -412,8 +421,11 @@ class SessionCore:
         if self._is_over(stage):
             return
         is_present = message.epoch == self.plan.epoch
+        asked_at = None
+        if isinstance(message, SessionProgress) and self._asked_at[stage]:
+            asked_at = self._asked_at[stage].popleft()
         if isinstance(message, SessionProgress) and is_present:
-            self._receive_progress(message, stage, now)
+            self._receive_progress(message, stage, asked_at, now)
         else:
             self._watch.heard(stage, now=now)
         match message:
@@ -449,6 +461,8 @@ class SessionCore:
         if self.state is SessionState.CLOSED:
             return None
         due = [self._watch.get_timer(), self._renewal_due()]
+        if self.state is SessionState.READY:
+            due.append(self._progress.get_timer())
         if self.state is SessionState.OPENING:
             due.append(self._open_deadline)
         return min((at for at in due if at is not None), default=None)
@@ -460,6 +474,8 @@ class SessionCore:
         renewal = self._renewal_due()
         if renewal is not None and renewal <= now:
             self._renewed_at = now
+            self._watch.ask_all(now=now)
+        if self.state is SessionState.READY and self._progress.handle_timer(now=now):
             self._watch.ask_all(now=now)
         self._watch.handle_timer(now=now)
         self._follow_watch(now)
@@ -615,6 +631,7 @@ class SessionCore:
             self._times.note(entry.num_positions, round_trip_s)
         self._orders.answered(message.sequence)
         if message.epoch == self.plan.epoch:
+            self._is_proven = True
             self._watch.all_applied(self._num_results)
         self._renewed_at = self._last_result_at = now
         done = StepDone(
@@ -641,11 +658,15 @@ class SessionCore:
 
     # who cannot go on
 
-    def _receive_progress(self, message: SessionProgress, stage: int, now: MonotonicS) -> None:
+    def _receive_progress(
+        self, message: SessionProgress, stage: int, asked_at: MonotonicS | None, now: MonotonicS
+    ) -> None:
         if not message.num_done <= message.next_sequence <= self._num_sent:
             self._fault_garbage(stage, "says that it has or has computed what it was never sent")
             return
         self._watch.progressed(stage, message.next_sequence, message.num_done, message.wait_s, now=now)
+        if asked_at is not None:
+            self._progress.reported(stage, message.next_sequence, message.num_done, message.wait_s, asked_at=asked_at)
         if not self._is_lease_good(message, stage):
             self._fault_garbage(stage, "has signed another lease than was asked for")
 
@@ -698,7 +719,9 @@ class SessionCore:
         peer = self._peers[stage]
         self._fault(stage, Cause.GARBAGE, RemoteProtocolError(peer, f"node {short(peer)} {text}"))
 
-    def _fault(self, stage: int, cause: Cause, error: PeerError, accuser: int | None = None) -> None:
+    def _fault(
+        self, stage: int, cause: Cause, error: PeerError, accuser: int | None = None, *, is_either: bool = False
+    ) -> None:
         """Told once per stage, and once more when one that might have gone on cannot."""
         before = self._faults.get(stage)
         if before is not None and (cause.is_soft or not before.is_soft):
@@ -707,7 +730,7 @@ class SessionCore:
         if not cause.is_soft:
             self._watch.gone(stage)
             self._break()
-        self._events.append(Fault(stage, cause, error, accuser))
+        self._events.append(Fault(stage, cause, error, accuser, is_either))
 
     def _is_over(self, stage: int) -> bool:
         cause = self._faults.get(stage)
@@ -726,11 +749,34 @@ class SessionCore:
                 error = self._accusations[found.accuser, found.stage]
                 self._fault(found.stage, Cause.PAIR, error, found.accuser)
             elif self.state is SessionState.READY:
-                text = "computes nothing" if found.cause is Cause.STUCK else "is not reached by the node before it"
-                self._fault(found.stage, found.cause, self._timeout_error(found.stage, text), found.accuser)
+                self._fault_stuck(found)
+        if self.state is SessionState.READY:
+            self._progress.under_way(self._sent_orders(), now=now)
+            verdict = self._progress.verdict()
+            if verdict is not None:
+                self._fault_stuck(verdict)
         for stage in self._watch.to_ask():
             message = SessionQuery(session=self.plan.session, epoch=self.plan.epoch, stage=stage)
+            self._asked_at[stage].append(now)
             self._outbox.append((self._peers[stage], message))
+
+    def _fault_stuck(self, verdict: Verdict) -> None:
+        self._times.gave_up()
+        text = "computes nothing" if verdict.cause is Cause.STUCK else "is not reached by the node before it"
+        error = self._timeout_error(verdict.stage, text)
+        self._fault(verdict.stage, verdict.cause, error, verdict.accuser, is_either=verdict.accuser is not None)
+
+    def _patience_s(self, num_rows: int) -> float:
+        return self._times.patience_s(num_rows, is_proven=self._is_proven)
+
+    def _sent_orders(self) -> list[Order]:
+        """Those in flight that do not wait for rows of this user's own."""
+        wanted = {(each.sequence, each.first_position) for each in self._asked}
+        return [
+            order
+            for order in self._orders.in_flight
+            if order.source is not None or (order.sequence, order.first_position) not in wanted
+        ]
 
     def _timeout_error(self, stage: int, text: str) -> PeerTimeout:
         peer = self._peers[stage]
@@ -744,7 +790,8 @@ class SessionCore:
             under_way = self._orders.in_flight
             if len(under_way) > len(self._asked) or self._num_results < self._num_sent:
                 rows = max((order.num_positions for order in under_way), default=1)
-                self._watch.expect(self._times.timeout_s(rows), now=now)
+                self._watch.expect(self._times.timeout_s(rows), now=now, patience_s=self._patience_s(rows))
+                self._progress.under_way(self._sent_orders(), now=now)
             else:
                 self._watch.expect_nothing()
 

@@ -344,6 +344,8 @@ class User:
         self.is_done = False
         self.events: list[object] = []
         self.row: Any = None
+        self.expected_prefill_s: float | None = None
+        """What the cost model has to say."""
         self.choose_s = EMBED_S
         """What choosing a token takes."""
         self.on_token: Callable[[int], None] = lambda count: None
@@ -495,7 +497,13 @@ class User:
             self.core.no_route(wants.number, NoRoute("nobody is there"), now=world.now)
         else:
             is_first = self.num_sessions == 0
-            self.core.routed(wants.number, found, now=world.now, prefix=self.prefix if is_first else None)
+            self.core.routed(
+                wants.number,
+                found,
+                now=world.now,
+                prefix=self.prefix if is_first else None,
+                expected_prefill_s=self.expected_prefill_s,
+            )
         self.pump()
 
     def _places(self) -> list[Place]:

@@ -254,7 +254,7 @@ def test_bad_holders_are_passed_by_though_they_fail_with_every_holder_of_the_nex
 
 
 def test_stage_that_accuses_whoever_comes_before_it_is_replaced_itself() -> None:
-    world, nodes, spare = world_of_three(num_spare=4)
+    world, nodes, _ = world_of_three(num_spare=4)
     user = User(world, PROMPT, NUM_TOKENS, None)
     world.user = user
     send = world.send
@@ -533,6 +533,49 @@ def test_last_stage_that_withholds_results_is_replaced_whatever_it_says(lie: str
     finish(world, user)
     assert [repair.peer for repair in user.repairs] == [liar.peer]
     assert user.avoided == [liar.peer]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("since", [0, 1, 8])
+def test_stage_that_answers_and_hands_nothing_on_is_found_in_one_repair(stage: int, since: int) -> None:
+    world, nodes, _ = world_of_three()
+    liar, send = nodes[stage].peer, world.send
+
+    def withhold(source: PeerId, target: PeerId, message: object, rows: tuple[int, ...] = ()) -> bool:
+        if source == liar and isinstance(message, Step | StepResult) and message.sequence >= since:
+            return True
+        return send(source, target, message, rows)
+
+    world.send = withhold  # type: ignore[method-assign]
+    user = world.answer(PROMPT, NUM_TOKENS)
+    finish(world, user)
+    assert user.num_sessions == 1
+    assert len(user.repairs) == 1
+    assert liar not in {place.peer for place in user.core.places}
+    # Before anything was measured, a step may take as long as it does on a slow machine.
+    assert user.repairs[0].stall_s < (5.0 if since else 13.0)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_slow_nodes_have_the_time_that_they_need(is_known: bool) -> None:
+    """Each chunk takes 16 s on each of three stages, and a step half a second."""
+    world = World(0)
+    for layers in ((0, 2), (2, 4), (4, 6)):
+        for _ in range(2):
+            world.node(*layers, row_s=0.5)
+    user = User(world, PROMPT, NUM_TOKENS, None)
+    world.user = user
+    if is_known:
+        user.expected_prefill_s = 100.0
+    user.start()
+    finish(world, user)
+    assert user.num_sessions == 1
+    if is_known:
+        assert user.avoided == []
+        assert [event for event in user.events if isinstance(event, Opened)][1:] == []
+    else:
+        # Two innocents at most are taken for stuck, of whom each has twice as long as the one before.
+        assert len(user.avoided) <= 2
 
 
 def test_nodes_that_refuse_from_the_beginning_are_each_tried_and_told_of() -> None:

@@ -15,12 +15,15 @@ from scheduler.repair_core import (
     AVOID_S,
     CHUNK_BYTES,
     CHUNK_ROWS,
+    FIRST_TIMEOUT_PER_ROW_S,
     FIRST_TIMEOUT_S,
     MAX_AVOID_S,
     MAX_OPEN_ATTEMPTS,
     MAX_PATCHES,
     MAX_REPAIRS,
+    MAX_STUCK_S,
     MAX_TIMEOUT_S,
+    MEASURED_STUCK_S,
     MIN_PROBE_S,
     MIN_TIMEOUT_S,
     ORDERS_IN_FLIGHT,
@@ -269,6 +272,39 @@ def test_timeout_follows_what_steps_take_and_never_falls_below_its_floor() -> No
 
 def test_slow_route_has_more_time_from_the_beginning_when_the_cost_model_says_so() -> None:
     assert StepTimes(expected_s=1.0).timeout_s(1) == 4.0
+
+
+def test_patience_is_of_what_was_measured_and_longer_for_stages_that_were_not() -> None:
+    times = StepTimes()
+    assert times.patience_s(1, is_proven=True) == STUCK_S
+    for _ in range(50):
+        times.note(1, 0.1)
+    assert times.patience_s(1, is_proven=True) == MEASURED_STUCK_S
+    assert times.patience_s(1, is_proven=False) == STUCK_S
+    for _ in range(50):
+        times.note(1, 2.0)
+    assert 4 * 2.0 < times.patience_s(1, is_proven=True) < 4 * 4.0
+    assert times.patience_s(256, is_proven=True) > 4 * 256 * FIRST_TIMEOUT_PER_ROW_S
+    for _ in range(50):
+        times.note(256, 256 * 0.001)
+    assert times.patience_s(256, is_proven=True) == MEASURED_STUCK_S
+    assert times.patience_s(256, is_proven=False) > 4 * 256 * FIRST_TIMEOUT_PER_ROW_S
+
+
+def test_patience_for_a_prompt_on_slow_nodes_is_what_the_cost_model_says() -> None:
+    times = StepTimes(expected_row_s=0.15)
+    assert times.patience_s(256, is_proven=False) > 4 * 256 * 0.15
+    assert times.timeout_s(256) == MAX_TIMEOUT_S
+    assert StepTimes(expected_row_s=10.0).patience_s(256, is_proven=False) == MAX_STUCK_S
+
+
+def test_patience_that_was_not_enough_is_doubled_until_a_step_comes_back() -> None:
+    times = StepTimes()
+    times.gave_up()
+    times.gave_up()
+    assert times.patience_s(1, is_proven=False) == 4 * STUCK_S
+    times.note(1, 0.1)
+    assert times.patience_s(1, is_proven=False) == STUCK_S
 
 
 # who
