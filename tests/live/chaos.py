@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import functools
 import signal
 import statistics
 import threading
@@ -26,9 +27,9 @@ from fusion_node.client.swarm import SwarmClient
 from fusion_node.errors import NoPeers
 from fusion_node.types import PeerId
 from p2p.messages import AnyMessage, OpenSession, Resend, Step, StepResult
-from tests.live.chaos_node import Garbage, NodeFork
+from tests.live.chaos_node import Garbage, become_chaotic
 from tests.live.link_proxy import USER, LinkProxies, free_port_pair
-from tests.live.swarm_process import MODEL, NodeProcess, join_arguments
+from tests.live.swarm_process import MODEL, NodeProcess, fork_of, join_arguments
 
 HOST = "127.0.0.1"
 
@@ -173,15 +174,17 @@ class ChaosSwarm:
         orders = folder / "orders"
         port = free_port_pair(HOST)
         front = self.proxies.listen_for(name, HOST, port)
+        announced = [f"{HOST}:{front}"]
         arguments = join_arguments(
             layers,
             folder=folder,
             peers=self.nodes[0].process.addresses[:1] if self.nodes else (),
             options=(
-                "--listen", f"{HOST}:{port}", "--announce", f"{HOST}:{front}", "--no-upnp", *options,
+                "--listen", f"{HOST}:{port}", "--announce", announced[0], "--no-upnp", *options,
             ),
         )  # fmt: skip
-        process = NodeProcess(layers, folder, NodeFork(orders, arguments, self.home, folder))
+        before = functools.partial(become_chaotic, orders, announced)
+        process = NodeProcess(layers, folder, fork_of(arguments, home=self.home, folder=folder, before=before))
         self.proxies.is_process(name, process.process.pid)
         node = ChaosNode(name, process, orders)
         self._all.append(node)

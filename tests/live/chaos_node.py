@@ -1,12 +1,9 @@
 """A node that serves honestly until it is told to answer with garbage. A launcher for tests; the product knows nothing.
 
-It is ``fusion-node join`` in a process whose links spoil what it sends as a file with orders says: ``KIND SEQUENCE``,
-where from the entry of a session's log with that sequence on all rows are spoilt, to the next stage or to the user.
-While there is no such file, nothing is changed. It is read before each row is sent, so what it says holds from the next
-on.
-
-Processes are forked from one that has imported everything: importing is most of what a node does until it serves, and a
-swarm for a test has six.
+It is ``fusion-node join`` in a process (tests.live.forks) whose links spoil what it sends as a file with orders says:
+``KIND SEQUENCE``, where from the entry of a session's log with that sequence on all rows are spoilt, to the next stage
+or to the user. While there is no such file, nothing is changed. It is read before each row is sent, so what it says
+holds from the next on.
 
 And a node with ``--announce`` announces nothing else: where it listens itself, nobody is to find it, or links that a
 test cuts at a proxy would be made again around it.
@@ -15,14 +12,8 @@ test cuts at a proxy would be made again around it.
 from __future__ import annotations
 
 import enum
-import multiprocessing
-import os
-import signal
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,7 +28,6 @@ from p2p.links import LinkPool
 from p2p.messages import DTYPE_BYTES, AnyMessage, Step, StepResult, TensorMeta
 from p2p.reachability import Reachability
 from p2p.reachability_verdict import Address, Source
-from tests.live.swarm_process import die_with_parent, environment
 
 Rows = TypeVar("Rows", Step, StepResult)
 
@@ -148,68 +138,9 @@ def advertise_only(announced: Sequence[str]) -> None:
     hardening._advertised = lambda candidates: list(told)
 
 
-def serve(orders: Path, arguments: Sequence[str], home: Path, folder: Path) -> None:
-    """Runs ``fusion-node`` with these arguments in this process, which is its own: see ``NodeFork``."""
-    # With this end of its pipe in our hands, the server of forks would outlive the test run, and we that server.
-    os.close(forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
-    die_with_parent()
-    os.environ.update(environment(home))
-    sys.stdout.flush()
-    for name, number in (("stdout", 1), ("log", 2)):
-        with (folder / name).open("ab", buffering=0) as file:
-            os.dup2(file.fileno(), number)
+def become_chaotic(orders: Path, announced: Sequence[str]) -> None:
+    """In the process of a node, before it begins: from now on it is one of these."""
     Spoiler(orders).install()
     announce_only_what_the_operator_says()
-    announced = [arguments[index + 1] for index, each in enumerate(arguments) if each == "--announce"]
     if announced:
         advertise_only(announced)
-    sys.argv = ["fusion-node", *arguments]
-    from fusion_node.cli.main import main
-
-    main()
-
-
-class NodeFork:
-    """A process that ``serve`` runs in, with what NodeProcess uses of subprocess.Popen."""
-
-    def __init__(self, orders: Path, arguments: Sequence[str], home: Path, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "log").touch()
-        self._process = _FORKS.Process(target=serve, args=(orders, arguments, home, folder), daemon=True)
-        self._process.start()
-        assert self._process.pid is not None
-        self.pid: int = self._process.pid
-
-    @property
-    def returncode(self) -> int | None:
-        return self._process.exitcode
-
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
-    def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self._process.exitcode is None:
-            raise subprocess.TimeoutExpired("fusion-node", timeout or 0.0)
-        return self._process.exitcode
-
-    def send_signal(self, number: int) -> None:
-        if self._process.exitcode is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
-
-
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload(
-    [
-        "fusion_node.cli.main",
-        "fusion_node.cli.join",
-        "fusion_node.daemon.node",
-        "fusion_node.daemon.serving_node",
-        "p2p.libp2p_adapter",
-        "transformers.models.llama.modeling_llama",
-        "tests.live.chaos_node",
-    ]
-)

@@ -1,13 +1,17 @@
-"""Real `fusion-node join` processes on this machine: started, watched through their logs, hurt, never left behind."""
+"""Real `fusion-node join` processes on this machine: started, watched through their logs, hurt, never left behind.
+
+They are forked from one that has imported everything (tests.live.forks), but for those that are told to be fresh.
+"""
 
 from __future__ import annotations
 
-import ctypes
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,15 +19,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.live.forks import Fork, die_with_parent
+from tests.nat.internet import join_namespace
+
 MODEL = "smollm2-135m"
 READY_S = 90.0
 """A node is ready in 5 s on an idle core; three at once on two busy ones take several times that."""
 
 STOP_S = 20.0
 POLL_S = 0.05
-
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 CLI = (sys.executable, "-m", "fusion_node.cli.main")
 
@@ -42,23 +46,27 @@ def environment(home: Path) -> dict[str, str]:
     return {**os.environ, "FUSION_HOME": str(home), "PYTHONWARNINGS": "default", "FUSION_DEBUG": ""}
 
 
-def die_with_parent() -> None:
-    """In the child: when the test run is killed itself, nobody is left to end its nodes (prctl(2))."""
-    if _LIBC is not None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def run_cli(
+    *arguments: str, home: Path, stdin: str = "", timeout_s: float = 90.0, namespace: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Runs one command to its end, in a network namespace if one is named."""
+    with tempfile.TemporaryDirectory() as name:
+        given, out, err = (Path(name) / each for each in ("in", "out", "err"))
+        given.write_text(stdin)
+        before = functools.partial(join_namespace, namespace) if namespace else None
+        process = Fork(arguments, environment=environment(home), stdin=given, stdout=out, stderr=err, before=before)
+        try:
+            status = process.wait(timeout_s)
+        finally:
+            process.kill()
+        return subprocess.CompletedProcess(arguments, status, out.read_text(), err.read_text())
 
 
-def run_cli(*arguments: str, home: Path, stdin: str = "", timeout_s: float = 90.0) -> subprocess.CompletedProcess[str]:
-    """Runs one command to its end."""
-    return subprocess.run(
-        [*CLI, *arguments],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        env=environment(home),
-        timeout=timeout_s,
-        check=False,
-    )
+def fork_of(arguments: Sequence[str], *, home: Path, folder: Path, before: Callable[[], None] | None = None) -> Fork:
+    """The process of a node whose log is in this folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    out, log = folder / "stdout", folder / "log"
+    return Fork(arguments, environment=environment(home), stdout=out, stderr=log, before=before)
 
 
 def join_arguments(layers: str, *, folder: Path, peers: Sequence[str], options: Sequence[str]) -> list[str]:
@@ -78,7 +86,7 @@ class NodeProcess:
 
     layers: str
     folder: Path
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Fork
     ready: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -90,14 +98,22 @@ class NodeProcess:
         home: Path,
         peers: Sequence[str] = (),
         options: Sequence[str] = (),
-        prefix: Sequence[str] = (),
+        namespace: str = "",
+        fresh: bool = False,
     ) -> NodeProcess:
-        """``prefix`` is the beginning of the command line, as of a program that runs others."""
+        """
+        Args:
+            namespace: of the network, for a node that is not fresh.
+            fresh: in an interpreter of its own, which has to import everything, as a user's has.
+        """
+        arguments = join_arguments(layers, folder=folder, peers=peers, options=options)
+        if not fresh:
+            before = functools.partial(join_namespace, namespace) if namespace else None
+            return cls(layers, folder, fork_of(arguments, home=home, folder=folder, before=before))
         folder.mkdir(parents=True, exist_ok=True)
-        command = [*prefix, *CLI, *join_arguments(layers, folder=folder, peers=peers, options=options)]
         with (folder / "stdout").open("wb") as out, (folder / "log").open("wb") as log:
             process = subprocess.Popen(
-                command,
+                [*CLI, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=log,

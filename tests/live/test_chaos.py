@@ -281,12 +281,12 @@ async def test_second_turn_of_a_chat_survives_a_kill_with_what_was_kept(swarm: C
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2])
-async def test_gateway_streams_on_when_a_node_is_killed(swarm: ChaosSwarm, stage: int) -> None:
+async def test_gateway_streams_on_when_a_node_is_killed(swarm: ChaosSwarm, stage: int, tmp_path: Path) -> None:
     await asyncio.to_thread(swarm.restore)
     ask = {"model": MODEL, "messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "max_tokens": 40}
     peers = [argument for address in swarm.addresses for argument in ("--peer", address)]
     async with (
-        started(swarm.home, "serve", MODEL, *peers, "--listen", "127.0.0.1:0") as gateway,
+        started(swarm.home, tmp_path, "serve", MODEL, *peers, "--listen", "127.0.0.1:0") as gateway,
         openai.AsyncOpenAI(base_url=gateway.ready["url"], api_key="none", max_retries=0, timeout=90) as client,
     ):
         whole = await client.chat.completions.create(**ask)  # type: ignore[call-overload]

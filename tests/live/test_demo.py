@@ -17,21 +17,25 @@ from fusion_node.cli.local_swarm import LocalSwarm, split_evenly
 from fusion_node.errors import NodeFailed
 from fusion_node.store import StoredModel
 from fusion_node.types import LayerRange
+from tests.live.swarm_process import run_cli
 
 pytestmark = pytest.mark.live
 
-COMMAND = [sys.executable, "-m", "fusion_node.cli.main", "demo"]
-
-
-def run(home: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, "FUSION_HOME": str(home)}
-    return subprocess.run([*COMMAND, *arguments], env=env, capture_output=True, text=True, timeout=240, check=False)
+COMMAND = [str(Path(sys.executable).with_name("fusion-node")), "demo"]
+"""As it is installed. The nodes that a demonstration starts are fresh processes in all of these tests."""
 
 
 def test_demo_answers_through_three_nodes_with_the_tokens_of_transformers(
     builtin_model: StoredModel, test_home: Path
 ) -> None:
-    done = run(test_home, "--check", "--json", "--max-tokens", "24")
+    done = subprocess.run(
+        [*COMMAND, "--check", "--json", "--max-tokens", "24"],
+        env={**os.environ, "FUSION_HOME": str(test_home)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert "Paris" in result["text"]
@@ -43,7 +47,8 @@ def test_demo_answers_through_three_nodes_with_the_tokens_of_transformers(
 
 
 def test_demo_prints_what_a_person_wants_to_see(builtin_model: StoredModel, test_home: Path) -> None:
-    done = run(test_home, "--nodes", "2", "--max-tokens", "8", "--prompt", "Say [bold]hello[/].")
+    line = ("demo", "--nodes", "2", "--max-tokens", "8", "--prompt", "Say [bold]hello[/].")
+    done = run_cli(*line, home=test_home, timeout_s=240.0)
     assert done.returncode == 0, done.stderr
     assert "You: Say [bold]hello[/]." in done.stdout
     assert "all layers covered 1×" in done.stdout
@@ -52,7 +57,7 @@ def test_demo_prints_what_a_person_wants_to_see(builtin_model: StoredModel, test
 
 
 def test_demo_refuses_more_nodes_than_layers_before_it_starts_any(builtin_model: StoredModel, test_home: Path) -> None:
-    done = run(test_home, "--nodes", "99")
+    done = run_cli("demo", "--nodes", "99", home=test_home)
     assert done.returncode == 2
     assert done.stdout == ""
 

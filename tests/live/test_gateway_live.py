@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,70 +16,38 @@ import pytest
 
 from fusion_node.client.connection import SwarmConnection
 from fusion_node.store import StoredModel
+from tests.live.swarm_process import NodeProcess, fork_of, run_cli
 
 pytestmark = pytest.mark.live
 
-START_S = 90.0
 CAPITAL: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 LONG: list[Any] = [{"role": "user", "content": "Count from 1 to 300, one number per line."}]
 
 
-@dataclass
-class Started:
+@contextlib.asynccontextmanager
+async def started(home: Path, folder: Path, *arguments: str) -> AsyncIterator[NodeProcess]:
     """A process of the command line that has told that it is ready."""
-
-    process: asyncio.subprocess.Process
-    ready: dict[str, Any]
-
-
-@contextlib.asynccontextmanager
-async def started(home: Path, *arguments: str) -> AsyncIterator[Started]:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "fusion_node.cli.main", *arguments, "--no-mdns", "--threads", "1", "--log-format", "json"),
-        env={**os.environ, "FUSION_HOME": str(home)},
-        stderr=subprocess.PIPE,
-    )
-    assert process.stderr is not None
-    reading: asyncio.Task[None] | None = None
+    line = (*arguments, "--no-mdns", "--threads", "1", "--log-format", "json")
+    process = NodeProcess("", folder, fork_of(line, home=home, folder=folder))
     try:
-        lines = []
-        async with asyncio.timeout(START_S):
-            async for line in process.stderr:
-                lines.append(line.decode())
-                event = json.loads(line) if line.startswith(b"{") else {}
-                if event.get("event") == "ready":
-                    break
-            else:
-                pytest.fail("".join(lines))
-        # A pipe that nobody reads would stop the process in the end.
-        reading = asyncio.ensure_future(drain(process.stderr))
-        yield Started(process, event)
+        yield await asyncio.to_thread(process.wait_ready)
     finally:
-        if process.returncode is None:
-            process.kill()
-        await process.wait()
-        if reading is not None:
-            await reading
-
-
-async def drain(stream: asyncio.StreamReader) -> None:
-    while await stream.read(2**16):
-        pass
+        await asyncio.to_thread(process.end)
 
 
 @contextlib.asynccontextmanager
-async def started_both(home: Path, folder: Path) -> AsyncIterator[tuple[Started, Started, openai.AsyncOpenAI]]:
+async def started_both(home: Path, folder: Path) -> AsyncIterator[tuple[NodeProcess, NodeProcess, openai.AsyncOpenAI]]:
     key = str(folder / "identity.key")
-    async with started(home, "join", "smollm2-135m", "--layers", "0:30", "--identity", key) as node:
+    async with started(home, folder / "node", "join", "smollm2-135m", "--layers", "0:30", "--identity", key) as node:
         address = node.ready["addresses"][0]
-        async with started(home, "serve", "smollm2-135m", "--peer", address, "--listen", "127.0.0.1:0") as gateway:
+        serve = ("serve", "smollm2-135m", "--peer", address, "--listen", "127.0.0.1:0")
+        async with started(home, folder / "gateway", *serve) as gateway:
             url = gateway.ready["url"]
             async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
                 yield node, gateway, client
 
 
-async def open_sessions(node: Started) -> float:
+async def open_sessions(node: NodeProcess) -> float:
     """Sessions that a node holds, by its own word."""
     async with SwarmConnection([node.ready["addresses"][0]], mdns=False) as connection:
         (measured,) = await connection.measure(await connection.find(None))
@@ -137,7 +100,7 @@ async def test_gateway_answers_leaves_nothing_behind_and_tells_when_a_node_dies(
             model="smollm2-135m", messages=LONG, temperature=0, max_tokens=400, stream=True
         )
         await anext(aiter(dying))
-        node.process.kill()
+        node.signal(signal.SIGKILL)
         began = time.monotonic()
         with pytest.raises(openai.APIError, match="peer") as died:
             async for _ in dying:
@@ -145,9 +108,8 @@ async def test_gateway_answers_leaves_nothing_behind_and_tells_when_a_node_dies(
         assert time.monotonic() - began < 30
         assert died.value.code == "no_route"  # nobody else serves its layers
 
-        gateway.process.send_signal(signal.SIGTERM)
-        async with asyncio.timeout(15):
-            assert await gateway.process.wait() == 0
+        gateway.signal(signal.SIGTERM)
+        assert await asyncio.to_thread(gateway.wait, 15.0) == 0
 
 
 async def test_gateway_told_to_stop_ends_its_streams_within_seconds(
@@ -158,13 +120,13 @@ async def test_gateway_told_to_stop_ends_its_streams_within_seconds(
             model="smollm2-135m", messages=LONG, temperature=0, max_tokens=2000, stream=True
         )
         await anext(aiter(stream))
-        gateway.process.send_signal(signal.SIGINT)
+        gateway.signal(signal.SIGINT)
         began = time.monotonic()
         with pytest.raises(openai.APIError, match="shutting down"):
             async for _ in stream:
                 pass
         assert time.monotonic() - began < 6
-        assert await gateway.process.wait() == 0
+        assert await asyncio.to_thread(gateway.wait, 15.0) == 0
 
 
 @pytest.fixture
@@ -174,13 +136,6 @@ def taken_port() -> Iterator[int]:
 
 
 def test_serve_on_a_taken_port_exits_with_5_before_it_loads_anything(taken_port: int, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "fusion_node.cli.main", "serve", "any", "--listen", f"127.0.0.1:{taken_port}"],
-        env={**os.environ, "FUSION_HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run_cli("serve", "any", "--listen", f"127.0.0.1:{taken_port}", home=tmp_path)
     assert done.returncode == 5
     assert "choose another port with --listen" in done.stderr

@@ -39,7 +39,9 @@ def home(test_home: Path, builtin_model: StoredModel, tmp_path_factory: pytest.T
 @pytest.fixture(scope="module")
 def node(home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NodeProcess]:
     folder = tmp_path_factory.mktemp("node")
-    node = NodeProcess.start("0:30", folder=folder, home=home, options=["--max-ram", f"{MAX_RAM_MIB}MiB"])
+    options = ["--max-ram", f"{MAX_RAM_MIB}MiB"]
+    # Fresh: its memory and the steps of its start are what is looked at.
+    node = NodeProcess.start("0:30", folder=folder, home=home, options=options, fresh=True)
     try:
         yield node
     finally:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.live.swarm_process import CLI, environment
-from tests.nat.internet import REPOSITORY, Host, Internet, Ports
+from tests.live.forks import Fork
+from tests.live.swarm_process import environment
+from tests.nat.internet import Host, Internet, Ports, join_namespace
 from tests.nat.light_nodes import LightNode, Nursery
 
 pytestmark = pytest.mark.live
@@ -34,11 +35,13 @@ class Doctor:
 
     def __init__(self, host: Host, folder: Path, *arguments: str) -> None:
         self._files = (folder / f"{host.namespace}.out", folder / f"{host.namespace}.err")
-        with self._files[0].open("wb") as out, self._files[1].open("wb") as errors:
-            command = host.command(*CLI, "doctor", "--json", "--no-mdns", *arguments)
-            self._process = subprocess.Popen(
-                command, cwd=REPOSITORY, env=environment(folder / host.namespace), stdout=out, stderr=errors
-            )
+        self._process = Fork(
+            ("doctor", "--json", "--no-mdns", *arguments),
+            environment=environment(folder / host.namespace),
+            stdout=self._files[0],
+            stderr=self._files[1],
+            before=functools.partial(join_namespace, host.namespace),
+        )
 
     def __enter__(self) -> Doctor:
         return self

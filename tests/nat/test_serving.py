@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,15 +13,14 @@ import torch
 from fusion_node.client.tokenizer import Tokenizer
 from fusion_node.engine.reference import ReferenceModel
 from fusion_node.store import StoredModel
-from tests.live.swarm_process import CLI, MODEL, NodeProcess, environment
-from tests.nat.internet import REPOSITORY, Internet, Ports
+from tests.live.swarm_process import MODEL, NodeProcess, run_cli
+from tests.nat.internet import Internet, Ports
 from tests.nat.light_nodes import Nursery
 
 pytestmark = pytest.mark.live
 
 PROMPT = "The capital of France is"
 NUM_TOKENS = 12
-GENERATE_S = 90.0
 
 # Light nodes have not paid for their identities.
 FREE = ("--puzzle-bits", "0")
@@ -51,7 +49,7 @@ def swarm(internet: Internet, nodes: Nursery, own_home: Path, tmp_path: Path) ->
                 home=own_home,
                 peers=[relay],
                 options=("--listen", "0.0.0.0:4600", *FREE),
-                prefix=host.command(),
+                namespace=host.namespace,
             )
             stack.callback(node.end)
             started.append(node)
@@ -64,19 +62,12 @@ def test_nodes_behind_routers_serve_a_user_behind_another_one_with_the_right_tok
     internet: Internet, swarm: str, own_home: Path, builtin_model: StoredModel
 ) -> None:
     user = internet.router("ru").host("user")
-    command = user.command(
-        *CLI, "generate", MODEL, PROMPT, "--raw", "--temperature", "0", "--max-tokens", str(NUM_TOKENS), "--json",
+    done = run_cli(
+        "generate", MODEL, PROMPT, "--raw", "--temperature", "0", "--max-tokens", str(NUM_TOKENS), "--json",
         "--no-mdns", "--threads", "1", "--peer", swarm, *FREE,
+        home=own_home,
+        namespace=user.namespace,
     )  # fmt: skip
-    done = subprocess.run(
-        command,
-        cwd=REPOSITORY,
-        env=environment(own_home),
-        capture_output=True,
-        text=True,
-        timeout=GENERATE_S,
-        check=False,
-    )
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout)
     print(f"\n{answer}")
