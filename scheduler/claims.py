@@ -1,7 +1,8 @@
 """What is believed of a node's speed: what it claims within what is possible, until it was measured.
 
 A node's own times are a claim too. What cannot be faked is how long a round took by the user's own clock: whatever of
-it neither the way nor the nodes' own times explain is charged to the nodes that took part.
+it neither the way nor the nodes' own times explain is charged to the nodes that took part, beyond what is tolerated.
+That is nobody's fault and yet takes its time: plans count it for every message, at the median of the last rounds.
 
 Guarantees: no claim, whatever it says, makes a node faster than ``fastest`` or slower than SLOWEST_S; after one
 observed step it weighs no more than the measurement leaves to it, which is half after HALF_LIFE_S. What one node says
@@ -55,6 +56,9 @@ RELIEF = 0.25
 
 MAX_BETTER = 4.0
 """Times as fast as it claims, at most: a node has no reason to claim less than it does, but records are old."""
+
+MAX_ROUNDS = 64
+"""Of which the median says what a message costs beyond what was expected: half of an answer or more."""
 
 MAX_TRUST = 15
 """A stage that took part in so many rounds that were explained is charged a sixteenth of what a new one is."""
@@ -156,6 +160,9 @@ class ClaimBook:
     def __init__(self, fastest: Speed = FASTEST) -> None:
         self._fastest = fastest
         self._nodes: dict[PeerId, _Measured] = {}
+        self._messages: deque[float] = deque(maxlen=MAX_ROUNDS)
+        """Seconds per message that were tolerated, round by round; below 0 where less was needed than expected."""
+        self._messages_at = -math.inf
 
     def observe_step(
         self,
@@ -199,9 +206,25 @@ class ClaimBook:
         width = _width_of(num_rows)
         stages = _within(stages, round_s, max(round_s - legs_s, 0.0))
         told_s = sum(each.compute_s + each.queue_s for each in stages)
-        excess_s = round_s - legs_s - told_s - TOLERANCE_S * len(stages) - TOLERANCE_SHARE * round_s
+        tolerance_s = TOLERANCE_S * len(stages) + TOLERANCE_SHARE * round_s
+        rest_s = round_s - legs_s - told_s
+        excess_s = rest_s - tolerance_s
+        if math.isfinite(rest_s):
+            self._messages.append(min(rest_s, tolerance_s) / (len(stages) + 1))
+            self._messages_at = now
         for stage, share_s in zip(stages, self._split(stages, width, excess_s), strict=True):
             self.observe_step(stage.peer, stage.num_layers, num_rows, stage.compute_s, stage.queue_s, share_s, now)
+
+    def message_excess_s(self, now: float) -> float:
+        """What each message of a round took beyond the ``legs_s`` that it was observed with, by the median of the last
+        rounds, as far as nobody was charged for it; forgotten as speeds are. Below 0 when legs took less.
+
+        A user's own line and machine have their part in every round, and what lines do to small messages no probe of
+        round trips tells: a row of some kilobytes waits for its last byte, a ping does not.
+        """
+        if not self._messages:
+            return 0.0
+        return statistics.median(self._messages) * _weight(now - self._messages_at, HALF_LIFE_S)
 
     def believed(self, claim: Claim, now: float) -> Belief:
         """What to plan with, from a claim and what was measured."""

@@ -34,7 +34,8 @@ MESSAGE_OVERHEAD_S = 0.001
 """Seconds that a message costs beside its way and its bytes: framing and cipher, both ends' event loops, and the way to
 the device's thread and back. Measured with real nodes on loopback, two idle cores: of a token over three stages, 2.3 to
 5.0 ms are neither computed nor waited for nor the user's part, for four messages, 4.5 at the median. An
-echo of 4 KiB over bare links takes 0.23 ms for two (benchmarks/data_plane.py): the rest is the handling of a step."""
+echo of 4 KiB over bare links takes 0.23 ms for two (benchmarks/data_plane.py): the rest is the handling of a step. What
+it is before a user has measured any round (Workload.message_overhead_s)."""
 
 MIN_SECONDS_PER_LAYER = 1e-6
 """No claim of speed is believed below this: a claim of nothing must not attract everybody."""
@@ -55,6 +56,7 @@ class Workload:
         user_step_s: the user's own part of a step.
         user_prefill_s: the user's own part of the prefill, embedding and the first token's head together.
         concurrency: sessions whose steps share forwards when the route is full.
+        message_overhead_s: seconds that a message costs beside its way and its bytes.
         replay_rows: that a node which comes into a route has to compute before it can go on: the session so far.
         replay_tokens: that are expected still, over which a replay is spread.
     """
@@ -69,6 +71,7 @@ class Workload:
     user_step_s: float = 0.0
     user_prefill_s: float = 0.0
     concurrency: int = 16
+    message_overhead_s: float = MESSAGE_OVERHEAD_S
     replay_rows: int = 0
     replay_tokens: float = 1.0
 
@@ -241,6 +244,7 @@ def route_cost(stages: Sequence[tuple[Candidate, RouteStage]], legs: Legs, workl
             receiver,
             workload.step_payload_bytes if receiver is not None else workload.returned_payload_bytes,
             (workload.chunk_rows if receiver is not None else 1.0) * workload.row_bytes,
+            workload.message_overhead_s,
         )
         for sender, receiver in ways
     ]
@@ -253,7 +257,7 @@ def route_cost(stages: Sequence[tuple[Candidate, RouteStage]], legs: Legs, workl
         concurrency=workload.concurrency,
         opening_s=max(
             (
-                legs.leg(None, peer).one_way_s + legs.leg(peer, None).one_way_s + 2 * MESSAGE_OVERHEAD_S
+                legs.leg(None, peer).one_way_s + legs.leg(peer, None).one_way_s + 2 * workload.message_overhead_s
                 for peer in peers
             ),
             default=0.0,
@@ -263,7 +267,12 @@ def route_cost(stages: Sequence[tuple[Candidate, RouteStage]], legs: Legs, workl
 
 
 def _leg_cost(
-    leg: Leg, sender: PeerId | None, receiver: PeerId | None, payload_bytes: float, chunk_bytes: float
+    leg: Leg,
+    sender: PeerId | None,
+    receiver: PeerId | None,
+    payload_bytes: float,
+    chunk_bytes: float,
+    overhead_s: float,
 ) -> LegCost:
     return LegCost(
         sender=sender,
@@ -271,7 +280,7 @@ def _leg_cost(
         source=leg.source,
         one_way_s=leg.one_way_s,
         payload_s=payload_s(leg, payload_bytes),
-        overhead_s=MESSAGE_OVERHEAD_S,
+        overhead_s=overhead_s,
         chunk_payload_s=payload_s(leg, chunk_bytes),
     )
 

@@ -20,14 +20,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from fusion_node.types import LayerRange, PeerId
-from scheduler.cost_model import (
-    MESSAGE_OVERHEAD_S,
-    Workload,
-    payload_s,
-    replay_s_per_layer,
-    route_cost,
-    seconds_per_layer,
-)
+from scheduler.cost_model import Workload, payload_s, replay_s_per_layer, route_cost, seconds_per_layer
 from scheduler.leg_table import Floats, bulk_legs
 from scheduler.plans import Alternate, Avoid, Objective, Planned, Reason, Rejection, Uncovered
 from scheduler.route_limits import Breach, Limits, Outcome, best_within
@@ -513,15 +506,16 @@ def _space(ask: _Ask, nodes: Sequence[Candidate]) -> Space:
     layer_s = np.array([seconds_per_layer(c, rows) for c in nodes])
     pins = {stage.peer: stage.layers for stage in ask.pinned}
     is_new = np.array([c.peer not in pins for c in nodes])
+    overhead_s = workload.message_overhead_s
     # The rows so far go to a node that is new, and through it, before the session goes on.
     replay_bytes = is_new * (workload.replay_rows * workload.row_bytes / workload.replay_steps)
     replay_layer_s = is_new * np.array([replay_s_per_layer(c, workload) for c in nodes])
     seconds = Costs(
-        enter=_leg_seconds(enter, sent_bytes + replay_bytes),
+        enter=_leg_seconds(enter, sent_bytes + replay_bytes, overhead_s),
         hand=np.ascontiguousarray(
-            (one_way_s + hand_payload_s + replay_bytes / np.maximum(rate_Bps, 1.0) + MESSAGE_OVERHEAD_S).T
+            (one_way_s + hand_payload_s + replay_bytes / np.maximum(rate_Bps, 1.0) + overhead_s).T
         ),
-        leave=_leg_seconds(leave, np.full(len(nodes), returned_bytes)),
+        leave=_leg_seconds(leave, np.full(len(nodes), returned_bytes), overhead_s),
         fixed=queue_s + _TIE_S,
         layer=layer_s + replay_layer_s,
     )
@@ -565,9 +559,9 @@ def _handing(ask: _Ask, nodes: Sequence[Candidate]) -> tuple[Floats, Floats]:
     return bulk_legs(ask.legs, peers, peers, needed)
 
 
-def _leg_seconds(legs: Sequence[Leg], payload_bytes: Floats) -> Floats:
+def _leg_seconds(legs: Sequence[Leg], payload_bytes: Floats, overhead_s: float) -> Floats:
     payloads = zip(legs, payload_bytes.tolist(), strict=True)
-    return np.array([leg.one_way_s + payload_s(leg, num_bytes) + MESSAGE_OVERHEAD_S for leg, num_bytes in payloads])
+    return np.array([leg.one_way_s + payload_s(leg, num_bytes) + overhead_s for leg, num_bytes in payloads])
 
 
 def _limits(rules: Rules, nodes: Sequence[Candidate]) -> Limits:

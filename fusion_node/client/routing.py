@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import statistics
 import time
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -64,6 +66,9 @@ MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS = 32, 256
 MIN_TOKENS_LEFT = 64
 """That an answer is expected to go on for, or as long again as it is already, but never beyond its end: most end long
 before the limit that was asked for."""
+
+MAX_USER_STEPS = 32
+"""Of which the median counts."""
 
 Placed: TypeAlias = tuple[MeasuredNode, LayerRange]
 """A node, and what it is to serve."""
@@ -155,7 +160,8 @@ class Router:
         objective, rules: of the user.
 
     Attributes:
-        user_step_s: what the user's own part of a step takes: embedding, norm, head and sampling. 0 until it is known.
+        user_step_s: what the user's own part of a step takes: embedding, norm, head and sampling. 0 until it is known;
+            then what it took of late, see ``observe_user_step``.
     """
 
     def __init__(
@@ -179,6 +185,7 @@ class Router:
         self.objective = objective
         self.rules = rules
         self.user_step_s = 0.0
+        self._user_steps: deque[float] = deque(maxlen=MAX_USER_STEPS)
         self._claims = ClaimBook()
         self._measured: set[PeerId] = set()
         self._avoid: dict[PeerId, float] = {}
@@ -195,6 +202,11 @@ class Router:
         """The next plans do without that node if they can, and look around anew."""
         self._avoid[PeerId(error.peer)] = time.monotonic() + AVOID_S
         self._look_until = 0.0
+
+    def observe_user_step(self, seconds: float) -> None:
+        """The user's own part of a step, as it took place: beside the links' work, and other answers'."""
+        self._user_steps.append(seconds)
+        self.user_step_s = statistics.median(self._user_steps)
 
     def observe_round(
         self,
@@ -379,6 +391,7 @@ class Router:
             prefill_chunk_rows=chunk,
             user_step_s=self.user_step_s,
             user_prefill_s=self.user_step_s,
+            message_overhead_s=max(MESSAGE_OVERHEAD_S + self._claims.message_excess_s(time.monotonic()), 0.0),
         )
 
     def _patch_workload(self, num_positions: int, num_rows: int, num_generated: int) -> Workload:

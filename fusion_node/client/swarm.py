@@ -386,11 +386,13 @@ class SwarmClient:
                 while (position := len(answer.all_ids)) < num_positions:
                     tensor, payload = await shell.next_row()
                     is_last = position == num_positions - 1
+                    began = time.perf_counter()
                     try:
                         token, rows = await self._on_compute(self._advance, boundary, work, tensor, payload, is_last)
                     except _RowRefused as error:
                         shell.result_unfit(str(error))
                         continue
+                    self._router.observe_user_step(time.perf_counter() - began)
                     answer.prefilled.set()
                     if rows is not None:
                         shell.append(position, rows)

@@ -109,6 +109,27 @@ def test_jitter_within_the_tolerance_is_charged_to_nobody() -> None:
     assert belief.queue_s == pytest.approx(0.005)
 
 
+def test_what_is_tolerated_is_counted_for_every_message_of_a_plan_and_charged_to_nobody() -> None:
+    book = ClaimBook()
+    assert book.message_excess_s(0.0) == 0.0
+    stages = [StageStep(ALICE, 10, 0.030, 0.0), StageStep(BOB, 10, 0.030, 0.0)]
+    for rest_s in (0.006, 0.009, 0.012, 0.009, 0.5):  # a pause of anybody's is charged, and counts as one round
+        book.observe_round(stages, 1, round_s=0.120 + rest_s, legs_s=0.060, now=0.0)
+    assert book.message_excess_s(0.0) == pytest.approx(0.003)
+    assert book.message_excess_s(HALF_LIFE_S) == pytest.approx(0.0015)
+
+
+def test_a_liar_makes_messages_no_dearer_than_what_is_tolerated() -> None:
+    book = ClaimBook()
+    for _ in range(50):
+        book.observe_round([StageStep(MALLORY, 10, 0.0, 0.0)], 1, round_s=0.100, legs_s=0.020, now=0.0)
+    assert book.message_excess_s(0.0) == pytest.approx((TOLERANCE_S + 0.010) / 2)
+    book = ClaimBook()
+    book.observe_round([StageStep(MALLORY, 10, 1e9, 1e9)], 1, round_s=0.100, legs_s=0.250, now=0.0)
+    book.observe_round([StageStep(MALLORY, 10, 0.0, 0.0)], 1, round_s=0.100, legs_s=math.inf, now=0.0)
+    assert book.message_excess_s(0.0) == pytest.approx(-0.075)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_over_rounds_with_different_stages_the_liar_among_them_is_found(seed: int) -> None:
     """Ten nodes of 10 layers at 3 ms each; one of them takes 9 ms and says 1 us. Routes of three, by chance."""

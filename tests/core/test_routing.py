@@ -220,6 +220,28 @@ async def test_a_node_that_took_longer_than_it_says_loses_its_place_and_the_plan
     assert "announces 0.1 ms per layer" in rejected.note
 
 
+async def test_what_messages_took_beyond_what_was_expected_is_part_of_the_next_plan(swarm: Swarm) -> None:
+    await swarm.node(shard(0, 12, 2.0))
+    router = await swarm.router()
+    planned = await router.route(64)
+    before_s = planned.expected_step_s
+    assert before_s is not None
+    for _ in range(5):
+        router.observe_round(planned.places, [(0.024, 0.0)], num_rows=1, round_s=before_s + 0.003)
+    after_s = (await router.route(64)).expected_step_s
+    assert after_s == pytest.approx(before_s + 0.003, abs=1e-3)  # round trips are measured anew meanwhile
+
+
+async def test_the_users_own_part_of_a_plan_is_what_it_took_of_late(swarm: Swarm) -> None:
+    await swarm.node(shard(0, 12, 2.0))
+    router = await swarm.router()
+    router.user_step_s = 0.004
+    assert (await view(router)).user_ms == pytest.approx(4.0)
+    for seconds in (0.009, 0.010, 5.0):  # a pause
+        router.observe_user_step(seconds)
+    assert (await view(router)).user_ms == pytest.approx(10.0)
+
+
 async def test_whom_the_rules_deny_is_not_even_dialled_and_the_error_says_which_rule(swarm: Swarm) -> None:
     await swarm.node(shard(0, 6))
     denied = await swarm.node(shard(6, 12), region="us-east")
