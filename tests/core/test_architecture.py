@@ -35,6 +35,7 @@ UNSAFE_FLAGS = {"trust_remote_code", "allow_pickle"}
 
 # Handlers of every Exception that do not end by raising: file -> (how many at most, why).
 CATCHES_EVERYTHING: dict[str, tuple[int, str]] = {
+    "fusion_node/client/drafting.py": (1, "a drafter's fault costs its proposals, and not the answer"),
     "fusion_node/cli/main.py": (1, "an unforeseen fault becomes one line and an exit status"),
     "fusion_node/client/answer.py": (1, "a bug behind a message or a timer ends its answer, and not a link or nothing"),
     "fusion_node/gateway/server.py": (1, "a fault in one request is that request's error, and not the server's end"),

@@ -108,7 +108,7 @@ def test_copied_passage_is_drafted_to_its_end_with_growing_trust() -> None:
         confidences.append(confidence)
     assert path == passage[3:]
     assert confidences == sorted(confidences)
-    assert confidences[0] < 0.7 < 0.99 < confidences[-1]
+    assert confidences[0] < 0.6 < 0.99 < confidences[-1]
 
 
 def test_of_two_continuations_the_more_frequent_comes_first_and_then_the_more_recent() -> None:
@@ -119,7 +119,7 @@ def test_of_two_continuations_the_more_frequent_comes_first_and_then_the_more_re
 
 def test_width_is_filled_from_shorter_ends() -> None:
     drafter = SuffixDrafter()
-    drafter.begin([5, 9, 1, 6, 9, 2, 5, 9])
+    drafter.begin([5, 8, 9, 1, 6, 8, 9, 2, 5, 8, 9])
     assert [token for token, _ in drafter.propose([()], width=1)[0]] == [1]
     assert [token for token, _ in drafter.propose([()], width=4)[0]] == [1, 2]
 

@@ -369,13 +369,17 @@ class SuffixDrafter:
             longest = max(contexts, key=_FIRST) if len(contexts) > 1 else contexts[0]
             contexts.remove(longest)
             length, state, automaton = longest
+            if length == 1 and found:
+                break  # has followed so much that none of it is likely
             if after := automaton.continuations(state):
                 trust = rest * _TRUST[min(length, len(_TRUST) - 1)]
                 rest -= trust
-                seen = automaton.occurrences[state]
+                # Not all occurrences: the last one may be the end of the text, which nothing has followed yet.
+                seen = sum(map(_FIRST, after))
+                if len(after) == _MAX_LOOKED_AT:
+                    seen = max(seen, automaton.occurrences[state])
                 for count, token in after:
-                    # Of strings with very many longer ones both are counted incompletely.
-                    found[token] = found.get(token, 0.0) + trust * min(1.0, count / seen)
+                    found[token] = found.get(token, 0.0) + trust * count / seen
                 if len(found) >= width or rest < _LEAST_REST:
                     break
             link = automaton.link[state]
