@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from fusion_node.types import PeerId
@@ -146,8 +146,25 @@ class _Measured:
     """Per width, per layer: what rounds took beyond what everybody said."""
     num_explained: int = 0
     """Rounds of late that took no longer than was said: MAX_TRUST at most, halved by one that did."""
-    shortfall: float = 1.0
+    shortfall: float | None = None
     """Measured over claimed, when last asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurements:
+    """What was measured of one node, to be kept for another process. What it waited is not: that is over in a minute.
+
+    Attributes:
+        samples: by width of SPEED_ROWS, rows and seconds per layer, as many as MAX_SAMPLES.
+        ages_s: by width, since the last one; None where there is none.
+        excess_s, num_explained: how it stands with what rounds took beyond what was said.
+    """
+
+    peer: PeerId
+    samples: tuple[tuple[tuple[int, float], ...], ...]
+    ages_s: tuple[float | None, ...]
+    excess_s: tuple[float, ...]
+    num_explained: int
 
 
 class ClaimBook:
@@ -246,18 +263,59 @@ class ClaimBook:
             seconds * (1.0 + weight * (factor - 1.0))
             for seconds, weight, factor in zip(claims, weights, nearest, strict=True)
         ]
-        queue_weight = _weight(now - node.queue_at, QUEUE_HALF_LIFE_S)
-        queue_s += queue_weight * (statistics.median(node.queues) - queue_s)
+        if node.queues:
+            queue_weight = _weight(now - node.queue_at, QUEUE_HALF_LIFE_S)
+            queue_s += queue_weight * (statistics.median(node.queues) - queue_s)
         return Belief(
             clamp_speed(speeds, self._fastest), queue_s, _note(claims, factors, self._is_short(node)), is_measured=True
         )
+
+    def measurements(self, now: float) -> list[Measurements]:
+        """Of every node, the one that was observed last comes last."""
+        return [
+            Measurements(
+                peer,
+                tuple(tuple(samples) for samples in node.samples),
+                tuple(None if math.isinf(at) else max(now - at, 0.0) for at in node.measured_at),
+                tuple(node.excess_s),
+                node.num_explained,
+            )
+            for peer, node in self._nodes.items()
+        ]
+
+    def message_samples(self, now: float) -> tuple[list[float], float]:
+        """Behind ``message_excess_s``, and how old the last of them is."""
+        return list(self._messages), now - self._messages_at
+
+    def restore(
+        self, nodes: Iterable[Measurements], messages: Iterable[float] = (), messages_age_s: float = 0.0, *, now: float
+    ) -> None:
+        """What another process has measured, as ``measurements`` and ``message_samples`` gave it. Before anything else.
+
+        All of it is bounded as if it had been observed here.
+        """
+        for each in nodes:
+            node = self._node(each.peer)
+            for width, samples in enumerate(each.samples[: len(SPEED_ROWS)]):
+                bounded = [(rows, _bounded(seconds, 0.0, SLOWEST_S)) for rows, seconds in samples if rows >= 1]
+                node.samples[width].extend(bounded)
+                age_s = each.ages_s[width]
+                if bounded and age_s is not None:
+                    node.measured_at[width] = now - max(age_s, 0.0)
+                node.excess_s[width] = _bounded(each.excess_s[width], 0.0, SLOWEST_S)
+            node.num_explained = min(max(each.num_explained, 0), MAX_TRUST)
+            if not any(node.samples):
+                self.forget(each.peer)
+        self._messages.extend(each for each in messages if math.isfinite(each))
+        if self._messages:
+            self._messages_at = now - max(messages_age_s, 0.0)
 
     def forget(self, peer: PeerId) -> None:
         """Nothing is known of it any more."""
         self._nodes.pop(peer, None)
 
     def _is_short(self, node: _Measured) -> bool:
-        return node.shortfall >= SHORTFALL
+        return node.shortfall is not None and node.shortfall >= SHORTFALL
 
     def _node(self, peer: PeerId) -> _Measured:
         node = self._nodes.pop(peer, None) or _Measured()
@@ -295,7 +353,7 @@ class ClaimBook:
 
     def _discount(self) -> float:
         """By how much claims of nodes that were not measured are taken to be too good: as much as others' were."""
-        shortfalls = [node.shortfall for node in self._nodes.values()]
+        shortfalls = [node.shortfall for node in self._nodes.values() if node.shortfall is not None]
         if len(shortfalls) < MIN_MEASURED:
             return 1.0
         return _bounded(statistics.median(shortfalls), 1.0, MAX_DISCOUNT)

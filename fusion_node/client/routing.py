@@ -16,18 +16,19 @@ from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TypeAlias
 
 import msgspec
 
-from fusion_node.client import topology
+from fusion_node.client import claims_file, topology
 from fusion_node.client.connection import MeasuredNode, SwarmConnection
 from fusion_node.client.route_problem import why_no_route
 from fusion_node.client.topology import SwarmTopology
 from fusion_node.client.user_rules import UserRules
 from fusion_node.errors import NoRoute, PeerError
 from fusion_node.store import StoredModel
-from fusion_node.types import LayerRange, PeerId
+from fusion_node.types import LayerRange, PeerId, UnixS
 from p2p.records import NodeRecord, ShardRecord
 from scheduler.claims import ClaimBook, StageStep
 from scheduler.cost_model import MESSAGE_OVERHEAD_S, Workload
@@ -158,6 +159,7 @@ class Router:
         first_layers: at which a stage may begin; None: at any.
         row_bytes: of one hidden state on the wire.
         objective, rules: of the user.
+        claims_path: where measured speeds are kept for other processes; None: nowhere.
 
     Attributes:
         user_step_s: what the user's own part of a step takes: embedding, norm, head and sampling. 0 until it is known;
@@ -175,6 +177,7 @@ class Router:
         row_bytes: int = 0,
         objective: Objective = Objective.LATENCY,
         rules: UserRules = UserRules(),  # noqa: B008 - frozen
+        claims_path: Path | None = None,
     ) -> None:
         self._connection = connection
         self._model = model
@@ -187,7 +190,13 @@ class Router:
         self.user_step_s = 0.0
         self._user_steps: deque[float] = deque(maxlen=MAX_USER_STEPS)
         self._claims = ClaimBook()
-        self._measured: set[PeerId] = set()
+        self._claims_path = claims_path
+        self._saved_at = time.monotonic()
+        if claims_path is not None:
+            claims_file.load(self._claims, claims_path, now=time.monotonic(), unix_now=UnixS(time.time()))
+        self._has_news = False
+        """Something was measured that is not in the file."""
+        self._measured = {each.peer for each in self._claims.measurements(time.monotonic())}
         self._avoid: dict[PeerId, float] = {}
         self._look = Look()
         self._look_until = 0.0
@@ -239,7 +248,15 @@ class Router:
             for (peer, layers), (compute_s, queue_s) in zip(places, timings, strict=True)
         ]
         self._measured.update(peers)
+        self._has_news = True
         self._claims.observe_round(steps, num_rows, round_s=round_s, legs_s=legs_s, now=time.monotonic())
+
+    def save(self, *, not_within_s: float = 0.0) -> None:
+        """Writes what was measured, if that is kept, unless it was written a moment ago or nothing was measured."""
+        now = time.monotonic()
+        if self._claims_path is not None and self._has_news and now - self._saved_at >= not_within_s:
+            self._saved_at, self._has_news = now, False
+            claims_file.save(self._claims, self._claims_path, now=now, unix_now=UnixS(time.time()))
 
     async def route(
         self,

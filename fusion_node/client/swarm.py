@@ -27,6 +27,7 @@ from fusion_node.client.answer_core import (
     AnswerCore,
 )
 from fusion_node.client.answer_routes import Answer, AnswerRoutes, Work
+from fusion_node.client.claims_file import path_of
 from fusion_node.client.connection import MeasuredNode, SwarmConnection, ways_in
 from fusion_node.client.generation import Generation, GenerationStats, RepairReport, StageReport
 from fusion_node.client.plan_view import PlanView, view_of
@@ -52,6 +53,9 @@ from p2p.records import PROTOCOL_VERSION, Plan, PlanStage, open_lease, sign_plan
 from p2p.swarm_key import SwarmKey
 
 PLAN_TTL_S = 3600.0
+
+SAVE_EVERY_S = 60.0
+"""Between two answers after which what was measured of nodes is written: what a killed process has learned is lost."""
 
 T = TypeVar("T")
 
@@ -150,6 +154,7 @@ class SwarmClient:
             row_bytes=row_bytes(self._wire or self._numerics.wire_dtype, self._hidden_size) or 0,
             objective=objective_of(objective),
             rules=rules or UserRules(),
+            claims_path=path_of(ModelStore(home).home, self.model.model_id, self._numerics.name),
         )
 
     async def __aenter__(self) -> Self:
@@ -169,6 +174,7 @@ class SwarmClient:
 
     async def aclose(self) -> None:
         """Leaves the swarm. Answers that are still running end with an error."""
+        self._router.save()
         if self._prefixes is not None:
             self._tell_unneeded(entry for entry in self._prefixes.entries if entry.ended_at is not None)
         if self._owns_connection:
@@ -292,6 +298,7 @@ class SwarmClient:
         if piece := text.finish():
             yield piece
         stats.finish_reason = stats.finish_reason or "length"
+        self._router.save(not_within_s=SAVE_EVERY_S)
 
     async def _begin(self, stack: AsyncExitStack, ids: list[int]) -> Answer:
         """Waits for an answer that is about to have computed the same beginning, if there is one."""

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from typing import cast
 
 import msgspec
@@ -117,7 +118,13 @@ class Swarm:
         self.nodes.append(node)
         return node
 
-    async def router(self, *, rules: UserRules | None = None, objective: Objective = Objective.LATENCY) -> Router:
+    async def router(
+        self,
+        *,
+        rules: UserRules | None = None,
+        objective: Objective = Objective.LATENCY,
+        claims_path: Path | None = None,
+    ) -> Router:
         identity = Identity.generate()
         entry = tuple(self.nodes[0].discovery.addresses)
         discovery = MemoryDiscovery(
@@ -135,6 +142,7 @@ class Swarm:
             row_bytes=1152,
             objective=objective,
             rules=rules or UserRules(),
+            claims_path=claims_path,
         )
 
 
@@ -217,6 +225,25 @@ async def test_a_node_that_took_longer_than_it_says_loses_its_place_and_the_plan
     assert places(await router.route(64)) == [(honest.peer, "0:12")]
     (rejected,) = (await view(router)).rejected
     assert rejected.peer == liar.peer
+    assert "announces 0.1 ms per layer" in rejected.note
+
+
+async def test_another_process_plans_with_what_this_one_has_measured(swarm: Swarm, tmp_path: Path) -> None:
+    honest, liar = await swarm.node(shard(0, 12, 2.0)), await swarm.node(shard(0, 12, 0.1))
+    path = tmp_path / "claims" / "tiny.json"
+    first = await swarm.router(claims_path=path)
+    planned = await first.route(64)
+    first.save()
+    assert not path.exists()  # nothing was measured yet
+    for _ in range(8):
+        first.observe_round(planned.places, [(0.0012, 0.0)], num_rows=1, round_s=0.090)
+    first.save(not_within_s=60.0)
+    assert not path.exists()  # a moment ago
+    first.save()
+    assert places(await (await swarm.router()).route(64)) == [(liar.peer, "0:12")]
+    second = await swarm.router(claims_path=path)
+    assert places(await second.route(64)) == [(honest.peer, "0:12")]
+    (rejected,) = (await view(second)).rejected
     assert "announces 0.1 ms per layer" in rejected.note
 
 
