@@ -51,6 +51,10 @@ MAX_SAMPLES = 9
 TOLERANCE_S, TOLERANCE_SHARE = 0.002, 0.1
 """Per stage, and of the round: jitter and hand-over that no leg shows."""
 
+RECENT_ROUNDS, MAX_ROUTES = 5, 256
+"""Of the same stages, of whose excess the median counts: one pause among them is nobody's slowness, and a slowdown that
+stays is known after three. Of as many routes is that remembered."""
+
 RELIEF = 0.25
 """Of what a round took less than expected, which is taken off what its stages are charged."""
 
@@ -177,6 +181,8 @@ class ClaimBook:
     def __init__(self, fastest: Speed = FASTEST) -> None:
         self._fastest = fastest
         self._nodes: dict[PeerId, _Measured] = {}
+        self._excess: dict[tuple[tuple[PeerId, ...], int], deque[float]] = {}
+        """Seconds of the last rounds by their stages and width."""
         self._messages: deque[float] = deque(maxlen=MAX_ROUNDS)
         """Seconds per message that were tolerated, round by round; below 0 where less was needed than expected."""
         self._messages_at = -math.inf
@@ -229,7 +235,8 @@ class ClaimBook:
         if math.isfinite(rest_s):
             self._messages.append(min(rest_s, tolerance_s) / (len(stages) + 1))
             self._messages_at = now
-        for stage, share_s in zip(stages, self._split(stages, width, excess_s), strict=True):
+        usual_s = self._usual_excess(tuple(each.peer for each in stages), width, excess_s)
+        for stage, share_s in zip(stages, self._split(stages, width, usual_s), strict=True):
             self.observe_step(stage.peer, stage.num_layers, num_rows, stage.compute_s, stage.queue_s, share_s, now)
 
     def message_excess_s(self, now: float) -> float:
@@ -323,6 +330,14 @@ class ClaimBook:
             del self._nodes[next(iter(self._nodes))]
         self._nodes[peer] = node  # the one that was observed last comes last
         return node
+
+    def _usual_excess(self, peers: tuple[PeerId, ...], width: int, excess_s: float) -> float:
+        recent = self._excess.pop((peers, width), None) or deque(maxlen=RECENT_ROUNDS)
+        if len(self._excess) >= MAX_ROUTES:
+            del self._excess[next(iter(self._excess))]
+        self._excess[peers, width] = recent
+        recent.append(excess_s)
+        return statistics.median(recent)
 
     def _split(self, stages: Sequence[StageStep], width: int, excess_s: float) -> list[float]:
         """Seconds that are charged to each stage, by what was charged to it before and how many layers it has."""

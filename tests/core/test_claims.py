@@ -109,6 +109,20 @@ def test_jitter_within_the_tolerance_is_charged_to_nobody() -> None:
     assert belief.queue_s == pytest.approx(0.005)
 
 
+def test_pauses_now_and_then_are_charged_to_nobody_and_a_slowdown_that_stays_is() -> None:
+    book = ClaimBook()
+    stages = [StageStep(ALICE, 10, 0.030, 0.0), StageStep(BOB, 10, 0.030, 0.0)]
+    for number in range(32):
+        pause_s = 0.5 if number % 4 == 2 else 0.0
+        book.observe_round(stages, 1, round_s=0.125 + pause_s, legs_s=0.060, now=0.0)
+    for peer in (ALICE, BOB):
+        assert book.believed(Claim(peer, HONEST), now=0.0).speed.rows_1_s == pytest.approx(0.003)
+    for _ in range(16):
+        book.observe_round(stages, 1, round_s=0.625, legs_s=0.060, now=0.0)
+    believed_s = sum(book.believed(Claim(peer, HONEST), now=0.0).speed.rows_1_s for peer in (ALICE, BOB))
+    assert 10 * believed_s == pytest.approx(0.060 + 0.5, rel=0.15)
+
+
 def test_what_is_tolerated_is_counted_for_every_message_of_a_plan_and_charged_to_nobody() -> None:
     book = ClaimBook()
     assert book.message_excess_s(0.0) == 0.0
