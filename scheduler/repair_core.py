@@ -562,6 +562,10 @@ class Watch:
         for stage in (accuser, accused):
             self._ask(stage, now)
 
+    def withdraw(self, accuser: int, accused: int) -> None:
+        """An accusation has turned out to be another's fault."""
+        self._accusations = [pair for pair in self._accusations if pair != (accuser, accused)]
+
     def ask_all(self, *, now: MonotonicS) -> None:
         """Without suspicion: to have leases renewed."""
         for stage in range(len(self._round_trips)):

@@ -729,6 +729,10 @@ class AnswerCore:
         self._last_error = fault.error
         if fault.cause is Cause.PAIR and fault.accuser is not None:
             self._pair_failed(fault, fault.accuser, now)
+        elif fault.cause is Cause.GARBAGE and fault.accuser is not None:
+            # No proof: who comes before it can make it say that. So it is avoided by this answer only.
+            self._policy.failed(PeerId(fault.error.peer), now=now)
+            self._pair_failed(fault, fault.accuser, now)
         elif fault.cause is not Cause.SILENT:
             self._avoid(fault.error, now)
         if self.is_open:

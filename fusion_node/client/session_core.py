@@ -91,6 +91,9 @@ MAX_IN_FLIGHT = 12
 MIN_RENEWAL_S = 1.0
 """Between two renewals, however short a lease a stage grants: it must not make this program ask without a pause."""
 
+LOG_FAULTS = frozenset(("stale-node", "unknown-parent", "unknown-advance", "bad-replay", "too-wide"))
+"""SessionFailed.code of a stage whose log is another than the user's: it was sent something else before."""
+
 IDLE_RENEW_S = 600.0
 """So long leases are renewed while nobody asks for the next position: a reader may be slow, but not for ever."""
 
@@ -162,8 +165,8 @@ class Fault:
     """A stage is to be replaced.
 
     Attributes:
-        accuser: of a fault of the link between two stages, the other one.
-        is_either: nobody has accused anybody: the other one may as well be at fault.
+        accuser: of a fault of the link between two stages, the other one; of GARBAGE, who may have been its cause.
+        is_either: the other one may as well be at fault.
     """
 
     stage: int
@@ -278,6 +281,8 @@ class SessionCore:
         self._peers = [PeerId(stage.peer) for stage in plan.stages]
         self._is_new = [peer not in before for peer in self._peers]
         self._has: list[StageHas | None] = [None] * len(self._peers)
+        self._odd: set[int] = set()
+        """Stages that have opened with something else than what they were sent."""
         self._offers: set[int] = set()
         self._open_deadline: MonotonicS | None = None
         self._watch = Watch(round_trips_s, lambda stage: self._backlog_s(self._peers[stage]))
@@ -290,6 +295,8 @@ class SessionCore:
         self._asked: deque[RowsWanted] = deque()
         self._faults: dict[int, Cause] = {}
         self._accusations: dict[tuple[int, int], PeerError] = {}
+        self._doubtful: set[tuple[int, int]] = set()
+        """Of the accusations, those that speak as much against the accuser, who has to begin anew in any case."""
         self._lease_s: float | None = None
         self._renewed_at = MonotonicS(0.0)
 
@@ -480,7 +487,7 @@ class SessionCore:
         self._watch.handle_timer(now=now)
         self._follow_watch(now)
         if self.state is SessionState.OPENING and self._open_deadline is not None and self._open_deadline <= now:
-            stage = self._has.index(None)
+            stage = next(s for s, has in enumerate(self._has) if has is None and s not in self._odd)
             peer = self._peers[stage]
             error = PeerTimeout(peer, f"node {short(peer)} did not open the session within {OPEN_DEADLINE_S:.0f} s")
             self._fault(stage, Cause.STUCK, error)
@@ -513,22 +520,29 @@ class SessionCore:
         self._expect(now)
 
     def _receive_opened(self, message: SessionOpened, stage: int, now: MonotonicS) -> None:
-        if self.state is not SessionState.OPENING or self._has[stage] is not None:
+        if self.state is not SessionState.OPENING or self._has[stage] is not None or stage in self._odd:
             return
         if not self._is_lease_good(message, stage):
             self._fault_garbage(stage, "has signed another lease than was asked for")
             return
         has = self._check_opened(message)
-        if has is None:
+        if has is None and (stage == 0 or self._is_new[stage - 1]):
+            # Whoever sent it that can be asked no more.
+            self._anew.update(self._peers[stage:])
             self._fault_garbage(stage, "says that it has what it was never sent, or reuses more than it was asked for")
             return
-        self._has[stage] = has
-        self._offers.add(message.reused_positions)
+        if has is None:
+            self._odd.add(stage)
+        else:
+            self._has[stage] = has
+            self._offers.add(message.reused_positions)
         self._lease_s = message.lease_s if self._lease_s is None else min(self._lease_s, message.lease_s)
         self._renewed_at = now
         all_have = [each for each in self._has if each is not None]
         if len(all_have) == len(self._has):
             self._all_opened(all_have, now)
+        elif len(all_have) + len(self._odd) == len(self._has):
+            self._accuse_of_excess(min(self._odd), now)
 
     def _check_opened(self, message: SessionOpened) -> StageHas | None:
         if message.next_sequence > self._num_sent:
@@ -616,13 +630,16 @@ class SessionCore:
             if not is_due or (has is not None and has.next_sequence <= message.sequence):
                 return  # it is being computed again, or was
         elif not is_due:
-            self._fault_garbage(stage, "answered a step that is not due")
+            self._fault_answer(stage, "answered a step that is not due")
             return
         entry = self._log[message.sequence]
         want = (entry.stop,) if entry.want_last else ()
         expected = TensorMeta(self._wire_dtype, len(want), self._row_size)
-        if message.nodes != want or message.tensor.uncompressed != expected:
-            self._fault_garbage(stage, "returned other rows than it was asked for")
+        if message.nodes != want:
+            self._fault_answer(stage, "returned other rows than it was asked for")
+            return
+        if message.tensor.uncompressed != expected:
+            self._fault_garbage(stage, "returned rows of another form than it was asked for")
             return
         self._num_results += 1
         sent_at, epoch = self._sent_at.pop(message.sequence, (now, -1))
@@ -647,7 +664,7 @@ class SessionCore:
 
     def _receive_replayed(self, message: Replayed, stage: int, now: MonotonicS) -> None:
         if message.num_positions > self.num_positions or message.next_sequence > self._num_sent:
-            self._fault_garbage(stage, "has computed what it was never sent")
+            self._accuse_of_excess(stage, now)
             return
         if self._orders.acknowledged(stage, message.num_positions):
             self._moved(now)
@@ -661,8 +678,12 @@ class SessionCore:
     def _receive_progress(
         self, message: SessionProgress, stage: int, asked_at: MonotonicS | None, now: MonotonicS
     ) -> None:
-        if not message.num_done <= message.next_sequence <= self._num_sent:
-            self._fault_garbage(stage, "says that it has or has computed what it was never sent")
+        if message.num_done > message.next_sequence:
+            self._fault_garbage(stage, "says that it has computed what has not come to it")
+            return
+        if message.next_sequence > self._num_sent:
+            self._accuse_of_excess(stage, now)
+            self._watch.heard(stage, now=now)
             return
         self._watch.progressed(stage, message.next_sequence, message.num_done, message.wait_s, now=now)
         if asked_at is not None:
@@ -699,6 +720,9 @@ class SessionCore:
             else:
                 text = f"node {short(culprit)} erred, says node {short(source)}: {reason}"
                 error = RemoteProtocolError(culprit, text)
+            if message.code in LOG_FAULTS and accused == stage - 1:
+                self._anew.update(self._peers[stage:])
+                self._doubtful.add((stage, accused))
             self._accuse(stage, accused, error, now)
         else:
             error = PeerRefused(source, f"node {short(source)} ended the session: {reason}")
@@ -710,6 +734,21 @@ class SessionCore:
         self._break()
         self._watch.accuse(accuser, accused, now=now)
 
+    def _accuse_of_excess(self, stage: int, now: MonotonicS) -> None:
+        """A stage has more than this user has sent: the one before it has made it up, unless that has it as well.
+
+        What comes behind has it too, perhaps, and begins anew.
+        """
+        if stage == 0:
+            self._fault_garbage(stage, "says that it has what it was never sent")
+            return
+        source, culprit = self._peers[stage], self._peers[stage - 1]
+        self._watch.withdraw(stage + 1, stage)
+        self._anew.update(self._peers[stage:])
+        self._doubtful.add((stage, stage - 1))
+        text = f"node {short(culprit)} hands on what it was not sent, going by what node {short(source)} has"
+        self._accuse(stage, stage - 1, RemoteProtocolError(culprit, text), now)
+
     def _break(self) -> None:
         self.state = SessionState.BROKEN
         self._asked.clear()
@@ -718,6 +757,12 @@ class SessionCore:
     def _fault_garbage(self, stage: int, text: str) -> None:
         peer = self._peers[stage]
         self._fault(stage, Cause.GARBAGE, RemoteProtocolError(peer, f"node {short(peer)} {text}"))
+
+    def _fault_answer(self, stage: int, text: str) -> None:
+        """The last stage answers what this user has not asked: of itself, or because the one before it has asked."""
+        peer = self._peers[stage]
+        error = RemoteProtocolError(peer, f"node {short(peer)} {text}")
+        self._fault(stage, Cause.GARBAGE, error, stage - 1 if stage else None)
 
     def _fault(
         self, stage: int, cause: Cause, error: PeerError, accuser: int | None = None, *, is_either: bool = False
@@ -746,8 +791,9 @@ class SessionCore:
             elif found.cause is Cause.SILENT:
                 self._fault(found.stage, Cause.SILENT, self._timeout_error(found.stage, "does not answer"))
             elif found.accuser is not None and (found.accuser, found.stage) in self._accusations:
-                error = self._accusations[found.accuser, found.stage]
-                self._fault(found.stage, Cause.PAIR, error, found.accuser)
+                pair = (found.accuser, found.stage)
+                error, is_either = self._accusations[pair], pair in self._doubtful
+                self._fault(found.stage, Cause.PAIR, error, found.accuser, is_either=is_either)
             elif self.state is SessionState.READY:
                 self._fault_stuck(found)
         if self.state is SessionState.READY:

@@ -531,8 +531,10 @@ def test_last_stage_that_withholds_results_is_replaced_whatever_it_says(lie: str
     user = world.answer(PROMPT, NUM_TOKENS)
     at_token(user, 4, begin)
     finish(world, user)
-    assert [repair.peer for repair in user.repairs] == [liar.peer]
-    assert user.avoided == [liar.peer]
+    assert len(user.repairs) == 1
+    assert liar.peer not in {place.peer for place in user.core.places}
+    # What it claims to have, the stage before it may have made up.
+    assert user.avoided == ([] if lie == "progress" else [liar.peer])
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
@@ -554,6 +556,48 @@ def test_stage_that_answers_and_hands_nothing_on_is_found_in_one_repair(stage: i
     assert liar not in {place.peer for place in user.core.places}
     # Before anything was measured, a step may take as long as it does on a slow machine.
     assert user.repairs[0].stall_s < (5.0 if since else 13.0)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("since", [0, 1, 5])
+@pytest.mark.parametrize("kind", ["row", "position", "entry", "entry without answer", "entry that stops"])
+def test_stage_that_makes_up_more_than_it_was_sent_is_found_and_nobody_else_avoided(
+    kind: str, since: int, stage: int
+) -> None:
+    """Stages behind it are well, and say and have what makes them look otherwise."""
+    world, nodes, _ = world_of_three(num_spare=2)
+    liar, send = nodes[stage].peer, world.send
+
+    def more(source: PeerId, target: PeerId, message: object, rows: tuple[int, ...] = ()) -> bool:
+        if source != liar or not isinstance(message, Step) or message.sequence < since or message.covers != 1:
+            return send(source, target, message, rows)
+        if kind in ("row", "position"):
+            wider = msgspec.structs.replace(message.tensor, num_rows=message.tensor.num_rows + 1)
+            advance = message.advance + (kind == "position")
+            return send(source, target, msgspec.structs.replace(message, tensor=wider, advance=advance), (*rows, 7))
+        is_sent = send(source, target, message, rows)
+        node = message.advance + 1
+        made_up = msgspec.structs.replace(
+            message,
+            sequence=message.sequence + 1,
+            first_node=node,
+            parent=message.advance,
+            advance=node,
+            want=(node,) if kind == "entry" else (),
+            tensor=msgspec.structs.replace(message.tensor, num_rows=1),
+            stop_stage=2 if kind == "entry that stops" else None,
+        )
+        send(source, target, made_up, (7,))
+        return is_sent
+
+    world.send = more  # type: ignore[method-assign]
+    user = world.answer(PROMPT, NUM_TOKENS)
+    finish(world, user)
+    assert user.num_sessions == 1
+    assert liar not in {place.peer for place in user.core.places}
+    assert user.avoided == []
+    assert sum(isinstance(event, Opened) for event in user.events) <= 3
+    assert all(repair.stall_s < 2.0 for repair in user.repairs)
 
 
 @pytest.mark.parametrize("is_known", [True, False])

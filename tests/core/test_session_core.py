@@ -762,6 +762,55 @@ def test_stage_that_has_what_it_was_never_sent_is_at_fault(claim: SessionOpened)
     assert isinstance(error_of(session), RemoteProtocolError)
 
 
+@pytest.mark.parametrize("claims", [(5, 9), (4, 9), (4, 7)])
+def test_first_stage_that_has_more_than_was_sent_is_in_doubt_together_with_the_one_before_it(
+    claims: tuple[int, int],
+) -> None:
+    """Stage 1 has it, and so has stage 2: stage 0 has made it up, or stage 1 has. Both they and stage 2 begin anew."""
+    session = replaced(0)
+    odd, peers = (claims[0], claims[1]), session.plan.stages
+    session.receive(has(2, *odd, 0), source=PEERS[2], now=T0)
+    session.receive(has(1, *odd, 0), source=PEERS[1], now=T0)
+    fault = fault_of(session)  # who sent it to stage 1 is gone
+    assert (fault.stage, fault.cause) == (1, Cause.GARBAGE)
+    session.replace(plan_of([peers[0].peer, STRANGER, PEERS[2]], EPOCH + 2), b"more", round_trips_s=[0.0] * 3, now=T0)
+    closed = [(peer, message) for peer, message in session.messages_to_send() if isinstance(message, CloseSession)]
+    assert closed == [(PEERS[1], CloseSession(KEY, EPOCH + 1)), (PEERS[2], CloseSession(KEY, EPOCH + 1))]
+
+
+def test_of_those_that_have_more_than_was_sent_the_first_is_in_doubt_whoever_answers_first() -> None:
+    session = replaced(2)
+    session.replace(plan_of([*PEERS[:2], NEW], EPOCH + 2), b"again", round_trips_s=[0.0] * 3, now=T0)
+    session.messages_to_send()
+    session.receive(has(2, 5, 9, 0, EPOCH + 2), source=NEW, now=T0)
+    session.receive(has(1, 5, 9, 9, EPOCH + 2), source=PEERS[1], now=T0)
+    assert events(session) == []
+    session.receive(has(0, 4, 8, 8, EPOCH + 2), source=PEERS[0], now=T0)
+    assert session.state is SessionState.BROKEN
+    assert {peer for peer, m in session.messages_to_send() if isinstance(m, SessionQuery)} == set(PEERS[:2])
+    for stage in (0, 1):
+        progress = SessionProgress(KEY, EPOCH + 2, stage, 4 + stage, 4 + stage, 120.0, 0.0)
+        session.receive(progress, source=PEERS[stage], now=T0)
+    fault = fault_of(session)
+    assert (fault.stage, fault.cause, fault.accuser, fault.is_either) == (0, Cause.PAIR, 1, True)
+    session.replace(plan_of([STRANGER, *PEERS[1:]], EPOCH + 3), b"more", round_trips_s=[0.0] * 3, now=T0)
+    closed = [peer for peer, message in session.messages_to_send() if isinstance(message, CloseSession)]
+    assert sorted(closed) == sorted([PEERS[0], PEERS[1], NEW])
+
+
+def test_excess_is_put_down_to_where_it_begins() -> None:
+    """Stage 2 tells of it first; stage 1 has it too, and stage 0 has not."""
+    session = opened()
+    send(session)
+    session.receive(SessionProgress(KEY, EPOCH, 2, 2, 2, 120.0, 0.0), source=PEERS[2], now=T0)
+    assert events(session) == []
+    session.receive(SessionProgress(KEY, EPOCH, 1, 2, 2, 120.0, 0.0), source=PEERS[1], now=T0)
+    assert events(session) == []
+    session.receive(SessionProgress(KEY, EPOCH, 0, 1, 1, 120.0, 0.0), source=PEERS[0], now=T0)
+    fault = fault_of(session)
+    assert (fault.stage, fault.cause, fault.accuser, fault.is_either) == (0, Cause.PAIR, 1, True)
+
+
 def test_stage_that_retains_nothing_cannot_be_a_source() -> None:
     session = replaced(1)
     session.receive(has(0, 4, 8, 0), source=PEERS[0], now=T0)
