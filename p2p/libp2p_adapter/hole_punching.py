@@ -232,15 +232,20 @@ class HolePuncher:
 
     async def _upgrade(self, sock: trio.socket.SocketType, their_id: ID, *, as_responder: bool) -> None:
         """Who gave the signal answers the handshake: both have dialled, and somebody has to begin."""
-        raw = RawConnection(BufferedTCPStream(trio.SocketStream(sock)), not as_responder)
-        if as_responder:
-            muxed = await self._swarm.upgrade_inbound_raw_conn(raw, multiaddr.Multiaddr("/ip4/0.0.0.0/tcp/0"))
-            if muxed.peer_id != their_id:
-                await muxed.close()
-            return
-        if self._swarm.psk is not None:
-            raw = libp2p_swarm.new_protected_conn(raw, self._swarm.psk)
-        await self._swarm.upgrade_outbound_raw_conn(raw, their_id)
+        try:
+            raw = RawConnection(BufferedTCPStream(trio.SocketStream(sock)), not as_responder)
+            if as_responder:
+                muxed = await self._swarm.upgrade_inbound_raw_conn(raw, multiaddr.Multiaddr("/ip4/0.0.0.0/tcp/0"))
+                if muxed.peer_id != their_id:
+                    await muxed.close()
+                return
+            if self._swarm.psk is not None:
+                raw = libp2p_swarm.new_protected_conn(raw, self._swarm.psk)
+            await self._swarm.upgrade_outbound_raw_conn(raw, their_id)
+        except BaseException:
+            # Cancelled, when another attempt has succeeded, the library leaves it open.
+            sock.close()
+            raise
 
     def _is_direct(self, their_id: ID) -> bool:
         return bool(direct(self._swarm.get_connections(their_id)))

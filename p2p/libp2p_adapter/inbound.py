@@ -58,15 +58,16 @@ class Inbound:
         finally:
             self._num_open -= 1
             self._gate.disconnected(host)
+            # Also when the host ends in the middle of it: cancelled, the library closes streams before the socket.
+            await trio.aclose_forcefully(stream.stream)
 
     async def _upgrade(self, stream: Any, listener: multiaddr.Multiaddr, host: str) -> Any:
-        """Proves the identity; None when that fails, and the socket is closed."""
+        """Proves the identity; None when that fails."""
         try:
             with suppress(PeerError), translated(host):
                 return await self._swarm.upgrade_inbound_raw_conn(RawConnection(stream, False), listener)
         finally:
             self._gate.proven(host)
-        await trio.aclose_forcefully(stream.stream)
         return None
 
 

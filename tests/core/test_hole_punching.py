@@ -149,3 +149,24 @@ def test_peers_that_stall_keep_their_turn_for_a_bounded_time_and_few_wait() -> N
             nursery.cancel_scope.cancel()
 
     trio.run(work, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+@pytest.mark.parametrize("as_responder", [False, True])
+def test_socket_whose_handshake_is_cancelled_is_closed(as_responder: bool) -> None:
+    """As when another attempt has succeeded. The library closes it for its own dials only."""
+
+    async def hang(*_: Any) -> None:
+        await trio.sleep_forever()
+
+    async def cancelled() -> int:
+        swarm = SimpleNamespace(psk=None, upgrade_inbound_raw_conn=hang, upgrade_outbound_raw_conn=hang)
+        host = SimpleNamespace(get_network=lambda: swarm, set_stream_handler=lambda protocol, handler: None)
+        ours, theirs = (trio.socket.from_stdlib_socket(end) for end in socket.socketpair())
+        with theirs, trio.CancelScope() as scope:
+            async with trio.open_nursery() as tasks:
+                puncher = HolePuncher(host, tasks)
+                scope.deadline = trio.current_time() + 0.01
+                await puncher._upgrade(ours, peer_id(1), as_responder=as_responder)
+        return ours.fileno()
+
+    assert trio.run(cancelled) == -1

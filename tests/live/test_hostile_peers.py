@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from typing import Any
@@ -17,7 +19,9 @@ from libp2p.peer.peerstore import create_signed_peer_record
 from libp2p.utils.varint import encode_uvarint, read_varint_prefixed_bytes_limited
 
 from fusion_node.errors import PeerError
+from p2p.addresses import PeerAddress
 from p2p.control import RelayLimits
+from p2p.identity import Identity
 from p2p.libp2p_adapter.circuits import HOP
 from p2p.libp2p_adapter.connections import stream_on
 from p2p.libp2p_adapter.hardening import KAD_PROTOCOL
@@ -286,3 +290,27 @@ async def test_silent_streams_of_one_peer_do_not_close_a_relay(start: Start) -> 
 
     assert await flooder.call(keep_silent) == MAX_REQUESTS_PER_PEER
     assert await bystander.call(lambda host: host.reserve(relay.address)) > 0
+
+
+async def test_socket_of_a_dial_that_is_given_up_in_the_handshake_is_closed(start: Start) -> None:
+    """Not left to the garbage collector, whose warning of it fails whichever test runs then."""
+
+    async def say_nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted.set()
+        while await reader.read(4096):
+            pass
+        ended.set()
+        writer.close()
+
+    accepted, ended = asyncio.Event(), asyncio.Event()
+    us, somebody = await start(), Identity.generate().peer_id
+    server = await asyncio.start_server(say_nothing, "127.0.0.1", 0)
+    async with server, asyncio.timeout(PATIENCE_S):
+        address = PeerAddress.of("127.0.0.1", server.sockets[0].getsockname()[1], somebody)
+        dial = asyncio.create_task(us.call(lambda node: node.connect(somebody, [address])))
+        await accepted.wait()
+        dial.cancel()
+        with suppress(asyncio.CancelledError):
+            await dial
+        await ended.wait()
+    gc.collect()
