@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -297,3 +298,260 @@ def test_any_way_to_replay_a_plain_log_gives_the_same_log(data: st.DataObject) -
     assert computed == list(range(position))
     assert again.is_plain
     assert (again.next_sequence, again.num_committed) == (original.next_sequence, original.num_committed)
+
+
+# nodes that are never computed
+
+
+def step_of(log: SessionLog, first: int, *parents: int, advance: int = 0, live: str = "") -> StepRows:
+    """Applies a tree whose bits, the first node's first, say which rows have come."""
+    bits = int(live[::-1] or "0", 2).to_bytes(-(-len(live) // 8), "little")
+    step = log.apply(
+        log.next_sequence,
+        first_node=first,
+        num_rows=len(parents),
+        parent=0,
+        parents=parents,
+        advance=advance,
+        live=bits,
+    )
+    assert isinstance(step, StepRows), step
+    log.check_integrity()
+    return step
+
+
+def test_nodes_whose_rows_have_not_come_are_named_and_take_no_slot() -> None:
+    log = SessionLog(40)
+    chain(log, 0, 1, 2, 0, advance=2)
+    step = step_of(log, 3, 2, 2, 3, 4, 5, live="10101")
+    assert (step.nodes, step.live_rows, step.positions, step.first_slot) == ((3, 5, 7), (0, 1, 2), (2, 3, 4), 2)
+    assert log.num_slots == 5
+    assert log.last_node == 7
+    below = step_of(log, 8, 4, 7, live="01")
+    assert (below.nodes, below.live_rows) == ((9,), (0,))
+    after = step_of(log, 10, 9, advance=5)
+    assert after.committed == (3, 5)
+    assert not log.state().skipped
+
+
+def test_nodes_below_a_skipped_one_are_not_dead_before_the_log_says_so() -> None:
+    log = SessionLog(40)
+    step_of(log, 1, 0, 0, 1, live="101")
+    step_of(log, 4, 2, live="0")
+    assert set(log.state().skipped) == {2, 4}
+    step_of(log, 5, 1, advance=1)
+    assert not log.state().skipped
+    assert log.apply(3, first_node=6, num_rows=1, parent=4) is StepFault.UNKNOWN_PARENT
+
+
+def test_step_without_a_row_advances_all_the_same() -> None:
+    log = SessionLog(40)
+    step_of(log, 1, 0, 0, 2)
+    step = step_of(log, 4, 1, 1, advance=3, live="00")
+    assert (step.nodes, step.committed, step.move) == ((), (2, 3), KVMove(0, (1, 2)))
+    assert step_of(log, 6, 3).first_slot == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "fault"),
+    [
+        ({"parents": (2,), "live": b"\1"}, StepFault.BAD_LIVE),
+        ({"parents": (2,)}, StepFault.BAD_LIVE),
+        ({"parents": (1, 4), "live": b"\2"}, StepFault.BAD_LIVE),
+        ({"parents": (1,), "advance": 2}, StepFault.SKIPPED_ADVANCE),
+        ({"parents": (1,), "advance": 4, "live": b"\0"}, StepFault.SKIPPED_ADVANCE),
+        ({"parents": (2,), "advance": 4, "live": b"\0"}, StepFault.SKIPPED_ADVANCE),
+    ],
+)
+def test_sender_that_contradicts_itself_about_rows_is_told(changes: dict[str, object], fault: StepFault) -> None:
+    log = SessionLog(40)
+    step_of(log, 1, 0, 0, 1, live="101")
+    before = log.state()
+    parents = changes["parents"]
+    assert isinstance(parents, tuple)
+    answer = log.apply(1, first_node=4, num_rows=len(parents), parent=0, **changes)  # type: ignore[arg-type]
+    assert answer is fault
+    assert log.state() == before
+    assert not log.is_untouched
+
+
+# cancels
+
+
+def test_what_has_nothing_to_do_with_the_kept_root_is_skipped_from_then_on() -> None:
+    log = SessionLog(40)
+    step_of(log, 1, 0, 0, 2)
+    assert log.cancel(2)
+    assert not log.cancel(2)
+    step = step_of(log, 4, 1, 0, 3, 2, 4)
+    assert (step.nodes, step.live_rows) == ((6, 7), (2, 3))
+    assert log.apply(2, first_node=9, num_rows=1, parent=6, advance=4) is StepFault.CANCELLED_ADVANCE
+    assert step_of(log, 9, 6, advance=2).nodes == (9,)
+
+
+def test_root_that_is_not_known_yet_is_remembered_until_it_comes() -> None:
+    log = SessionLog(40)
+    assert log.cancel(5)
+    assert step_of(log, 1, 0, 0).nodes == (1, 2)
+    step = step_of(log, 3, 1, 2, 4, 3)
+    assert step.nodes == (4, 5)
+    assert step_of(log, 7, 1, 4, 5).nodes == (9,)
+
+
+def test_cancel_of_what_is_committed_or_dead_or_contradicts_another_says_nothing() -> None:
+    log = SessionLog(40)
+    step_of(log, 1, 0, 0, 1, 2)
+    assert log.cancel(3)
+    assert not log.cancel(4)
+    assert not log.cancel(1)
+    step_of(log, 5, 3, advance=1)
+    for root in (1, 2, 4):
+        assert not log.cancel(root)
+    assert step_of(log, 6, 3, 1).nodes == (6,)
+
+
+def test_steps_that_wait_lose_rows_when_they_are_derived_anew() -> None:
+    log = SessionLog(40)
+    step_of(log, 1, 0, 0)
+    before = log.state()
+    first = step_of(log, 3, 1, 2, 3, 4)
+    second = step_of(log, 7, 6, 5)
+    assert (first.nodes, second.nodes, second.first_slot) == ((3, 4, 5, 6), (7, 8), 6)
+    assert log.cancel(5)
+    log.restore(before)
+    again = [
+        log.apply(sequence, first_node=node, num_rows=len(parents), parent=0, parents=parents, only=step.nodes)
+        for sequence, node, parents, step in ((1, 3, (1, 2, 3, 4), first), (2, 7, (6, 5), second))
+    ]
+    assert [step.nodes for step in again if isinstance(step, StepRows)] == [(3, 5), (8,)]
+    assert log.num_slots == 5
+
+
+# folds
+
+
+def test_fold_commits_what_is_live_along_a_path_and_drops_the_rest() -> None:
+    log = SessionLog(40)
+    chain(log, 0, 1, 2, 0, advance=2)
+    step_of(log, 3, 2, 2, 4, 3, 6)  # 2 - 4 - 5 and 2 - 3 - 6 - 7
+    assert log.fits(1, (2, 4, 5, 9))
+    assert log.fold(1, (2, 4, 5, 9)) == (4, 5)
+    assert log.is_plain
+    assert (log.next_sequence, log.num_committed, log.last_node, log.num_in_place) == (4, 4, 4, 2)
+    step = chain(log, 4, 5, 2, 4, advance=6)
+    assert (step.move, step.first_slot, step.positions, step.reuses_slots) == (KVMove(2, (3, 4)), 4, (4, 5), True)
+    assert not chain(log, 5, 7, 1, 6, advance=7).reuses_slots
+
+
+def test_fold_of_what_lies_in_its_place_moves_nothing_but_takes_slots_again() -> None:
+    log = SessionLog(40)
+    chain(log, 0, 1, 2, 0, advance=2)
+    step_of(log, 3, 2, 3, 4, 3)
+    assert log.fold(0, (1, 2, 3, 4)) == (3, 4)
+    assert log.num_in_place == 4
+    step = chain(log, 4, 5, 1, 4, advance=5)
+    assert (step.move, step.first_slot, step.reuses_slots) == (None, 4, True)
+
+
+def test_path_that_is_of_no_use_commits_nothing() -> None:
+    for path_start, path in ((0, ()), (3, (6, 7)), (0, (1, 2)), (0, (1, 2, 9)), (2, (4,))):
+        log = SessionLog(40)
+        chain(log, 0, 1, 2, 0, advance=2)
+        step_of(log, 3, 2, 3)
+        assert log.fits(path_start, path)
+        assert log.fold(path_start, path) == ()
+        assert (log.is_plain, log.num_committed, log.next_sequence) == (True, 2, 2)
+
+
+def test_path_of_another_prefix_does_not_fit_but_for_a_plain_log() -> None:
+    log = SessionLog(40)
+    chain(log, 0, 1, 2, 0, advance=2)
+    assert log.fits(0, (7, 8))
+    step_of(log, 3, 2, 2)
+    for path_start, path in ((0, (7, 8)), (1, (3, 4)), (0, (1,))):
+        assert not log.fits(path_start, path)
+
+
+def test_second_fold_keeps_what_the_first_has_to_move() -> None:
+    log = SessionLog(40)
+    step_of(log, 1, 0, 0)
+    assert log.fold(0, (2,)) == (2,)
+    assert log.fold(0, (2,)) == ()
+    assert chain(log, 1, 2, 1, 1, advance=2).move == KVMove(0, (1,))
+
+
+def test_fold_forgets_what_was_skipped_and_cancelled() -> None:
+    log = SessionLog(40)
+    step_of(log, 1, 0, 0, live="10")
+    log.cancel(1)
+    log.cancel(9)
+    log.fold(0, ())
+    assert step_of(log, 1, 0, 0, 2).nodes == (1, 2, 3)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_any_log_comes_to_the_same_state_when_it_is_applied_again(data: st.DataObject) -> None:
+    """Also with every entry twice, and when the last ones are derived anew; and slots hold what the log says."""
+    log, again = SessionLog(300), SessionLog(300)
+    parent_of: dict[int, int] = {}
+    root, node = 0, 1
+    slots: dict[int, int] = {}
+
+    def descends(n: int) -> bool:
+        while n > root:
+            n = parent_of[n]
+        return n == root
+
+    for _ in range(data.draw(st.integers(1, 14))):
+        alive = [n for n in parent_of if n > root and descends(n)]
+        if data.draw(st.integers(0, 9)) == 0:
+            path, n = [], data.draw(st.sampled_from([root, *alive]))
+            while n:
+                path.append(n)
+                n = parent_of[n]
+            before = log.state()
+            assert log.fold(0, path[::-1]) == again.fold(0, path[::-1])
+            if before.live:
+                num = len(path)
+                assert log.num_committed == num
+                names = dict(enumerate(path[::-1], start=1))
+                slots = {slot: n for slot, n in slots.items() if slot < log.num_slots or log.state().deferred}
+                parent_of = {n + 1: n for n in range(num)}
+                renamed = {old: new for new, old in names.items()}
+                slots = {slot: renamed.get(n, 0) for slot, n in slots.items()}
+                root, node = num, num + 1
+            else:
+                num = log.num_committed
+                slots = {slot: slot + 1 for slot in range(num)} if not log.state().deferred else slots
+                parent_of, root, node = {n + 1: n for n in range(num)}, num, num + 1
+            continue
+        rows = data.draw(st.integers(1, 5))
+        parents = [data.draw(st.sampled_from([root, *alive, *range(node, node + i)])) for i in range(rows)]
+        parent_of.update(enumerate(parents, node))
+        advance = data.draw(st.sampled_from([0, 0, *alive, *range(node, node + rows)]))
+        entry = {"first_node": node, "num_rows": rows, "parent": 0, "parents": tuple(parents), "advance": advance}
+        sequence = log.next_sequence
+        before = log.state()
+        step = log.apply(sequence, **entry)  # type: ignore[arg-type]
+        assert isinstance(step, StepRows)
+        after = log.state()
+        assert log.apply(sequence, **entry) == Duplicate()  # type: ignore[arg-type]
+        log.restore(before)
+        assert log.apply(sequence, **entry) == step  # type: ignore[arg-type]
+        assert log.state() == after
+        assert again.apply(sequence, **entry) == step  # type: ignore[arg-type]
+        assert again.state() == after
+        node += rows
+        root = advance or root
+        if step.move is not None:
+            moved = {step.move.first_slot + i: slots[s] for i, s in enumerate(step.move.sources)}
+            slots |= moved
+        slots = {slot: n for slot, n in slots.items() if slot < step.first_slot}
+        slots |= {step.first_slot + i: n for i, n in enumerate(step.nodes)}
+        committed, n = [], root
+        while n:
+            committed.append(n)
+            n = parent_of[n]
+        assert [slots[slot] for slot in range(log.num_committed)] == committed[::-1]
+        assert [slots[slot] for slot in range(log.num_committed, log.num_slots)] == list(after.live)
