@@ -13,6 +13,7 @@ from fusion_node.cli.ban import ban, bans, unban
 from fusion_node.cli.control import pause, resume
 from fusion_node.cli.demo import demo
 from fusion_node.cli.doctor import doctor
+from fusion_node.cli.draft import draft_app
 from fusion_node.cli.identity import show_id
 from fusion_node.cli.invite import invite
 from fusion_node.cli.join import join
@@ -35,6 +36,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 app.add_typer(models_app, name="models")
+app.add_typer(draft_app, name="draft")
 app.command()(demo)
 app.command()(join)
 app.command()(serve)

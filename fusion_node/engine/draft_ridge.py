@@ -90,7 +90,10 @@ class _Sums:
         outer = torch.outer(scale_I, scale_I)
         covariance_II = (self.gram_II / self.count - torch.outer(mean_I, mean_I)) / outer
         cross_ID = (self.cross_ID / self.count - torch.outer(mean_I, mean_D)) / scale_I[:, None]
-        covariance_II.diagonal().add_(ridge * float(covariance_II.diagonal().mean()) + 1e-9)
+        # What chance makes of a covariance falls with the pairs per input, and so does what has to be held against it:
+        # measured on the built-in model with 1,152 and 2,305 inputs and with 3,000 and 19,000 pairs.
+        penalty = ridge * len(mean_I) / self.count
+        covariance_II.diagonal().add_(penalty * float(covariance_II.diagonal().mean()) + 1e-9)
         weight_ID = torch.cholesky_solve(cross_ID, torch.linalg.cholesky(covariance_II))
         linear = torch.nn.Linear(len(mean_I), len(mean_D))
         linear.weight.data = weight_ID.t().float().contiguous()

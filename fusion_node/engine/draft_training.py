@@ -56,7 +56,7 @@ class TrainingSettings(msgspec.Struct, frozen=True, kw_only=True):
         first_unroll, last_unroll: steps of a chain, in the first two thirds of the training and in the last third.
         depth_decay: weight of a step's loss relative to the one before.
         noise: uniform in plus and minus this, added to standardised features.
-        ridge: penalty of the closed form, as a part of the mean square of its inputs.
+        ridge: penalty of the closed form, per input and pair, relative to the mean square of the inputs.
         evaluate_every: steps between measurements on held-out texts.
         patience: measurements without a better one, after which training ends.
     """
@@ -73,7 +73,7 @@ class TrainingSettings(msgspec.Struct, frozen=True, kw_only=True):
     depth_decay: float = 0.8
     noise: float = 0.1
     clip: float = 1.0
-    ridge: float = 0.05
+    ridge: float = 0.3
     evaluate_every: int = 50
     patience: int = 6
     seed: int = 0

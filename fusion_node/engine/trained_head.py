@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 from msgspec import Meta
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 
 from fusion_node.errors import ConfigError
 
@@ -249,7 +249,8 @@ class TrainedHead(torch.nn.Module):
         try:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / CONFIG_FILE).unlink(missing_ok=True)
-            save_file(tensors, folder / WEIGHTS_FILE, {"format": "pt"})
+            # Not save_file, whose files nobody else may read.
+            (folder / WEIGHTS_FILE).write_bytes(save(tensors, {"format": "pt"}))
             (folder / CONFIG_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(config)) + b"\n")
         except OSError as error:
             raise ConfigError(f"cannot write the draft head to {folder}: {error.strerror}") from error

@@ -1,0 +1,149 @@
+"""`fusion-node draft`: from a stored model to a head on the disk, measured, in one command each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from typer.testing import CliRunner
+
+from fusion_node.cli.main import app
+from fusion_node.engine.draft_training import Trainer
+from fusion_node.engine.trained_head import TrainedHead
+from fusion_node.errors import ConfigError, UnknownModel
+from fusion_node.store import ModelStore
+from tests.engine.tiny import tiny_model
+
+SMALL = ["--tokens", "400", "--answer-tokens", "8", "--batch", "16", "--draft-vocab", "64", "--epochs", "1"]
+ON_CPU = ["--device", "cpu", "--threads", "1"]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with a tiny model that reads characters."""
+    source = tmp_path_factory.mktemp("source") / "tiny"
+    source.mkdir()
+    tiny = tiny_model("llama", num_hidden_layers=3, max_position_embeddings=1024)
+    save_file(tiny.stored, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps(tiny.config))
+    characters = [chr(code) for code in range(32, 127)] + ["\n"]
+    words = {character: index for index, character in enumerate(["[PAD]", "[BOS]", "[EOS]", "[UNK]", *characters])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(source / "tokenizer.json"))
+    (source / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    home = tmp_path_factory.mktemp("home")
+    ModelStore(home).pull(str(source))
+    return home
+
+
+def run(home: Path, *words: str) -> tuple[str, str]:
+    result = CliRunner().invoke(app, ["draft", *words, "--home", str(home)], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout, result.stderr
+
+
+def refused(home: Path, *words: str) -> BaseException:
+    result = CliRunner().invoke(app, ["draft", *words, "--home", str(home)])
+    assert result.exception is not None
+    return result.exception
+
+
+@pytest.fixture(scope="module")
+def trained(home: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, object], str]:
+    folder = tmp_path_factory.mktemp("out")
+    text = folder / "given.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 120)
+    out, err = run(home, "train", "tiny", "--out", str(folder / "head"), "--text", str(text), *SMALL, *ON_CPU, "--json")
+    return folder / "head", json.loads(out), err
+
+
+def test_train_leaves_a_head_and_nothing_else(trained: tuple[Path, dict[str, object], str]) -> None:
+    folder, result, err = trained
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    head = TrainedHead.load(folder)
+    assert head.config.feature_layers == (1, 2, 3)
+    assert len(head.config.target_model_id) == 64
+    assert 400 <= int(str(result["num_positions"])) < 800
+    assert "min for the answers" in err
+    assert "acceptance by depth" in err
+
+
+def test_train_does_not_overwrite_a_head(home: Path, trained: tuple[Path, dict[str, object], str]) -> None:
+    error = refused(home, "train", "tiny", "--out", str(trained[0]), *SMALL, *ON_CPU)
+    assert isinstance(error, ConfigError)
+    assert "holds a draft head already" in str(error)
+
+
+def test_eval_measures_by_kind_of_text(home: Path, trained: tuple[Path, dict[str, object], str]) -> None:
+    out, _ = run(home, "eval", "tiny", str(trained[0]), "--answer-tokens", "8", *ON_CPU, "--json")
+    found = json.loads(out)
+    assert list(found) == ["novel", "copy"]
+    for acceptance in found.values():
+        assert len(acceptance["top1"]) == len(acceptance["top8"]) == 6
+        assert all(0 <= one <= eight <= 1 for one, eight in zip(acceptance["top1"], acceptance["top8"], strict=True))
+    out, _ = run(home, "eval", "tiny", str(trained[0]), "--answer-tokens", "8", *ON_CPU)
+    assert "DEPTH 6" in out
+
+
+def test_train_that_was_stopped_goes_on(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["train", "tiny", "--out", str(tmp_path / "head"), *SMALL, *ON_CPU, "--features", "last"]
+    with monkeypatch.context() as patched:
+
+        def stop(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        patched.setattr(Trainer, "run", stop)
+        assert CliRunner().invoke(app, ["draft", *words, "--home", str(home)]).exit_code != 0
+    shards = sorted((tmp_path / "head" / "work" / "train").glob("*.safetensors"))
+    before = [path.stat().st_mtime_ns for path in shards]
+    assert shards
+    run(home, *words, "--keep-data")
+    assert [path.stat().st_mtime_ns for path in shards] == before
+    assert TrainedHead.load(tmp_path / "head").config.feature_layers == (3,)
+
+
+def test_dry_run_only_measures(home: Path, tmp_path: Path) -> None:
+    out, _ = run(home, "train", "tiny", "--out", str(tmp_path / "head"), *SMALL, *ON_CPU, "--dry-run", "--json")
+    estimate = json.loads(out)
+    assert estimate["disk_bytes"] == 540 * (3 * 48 * 2 + 16 * 6 + 4)
+    assert all(value > 0 for value in estimate.values())
+    assert not (tmp_path / "head").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--text", "nowhere.txt"], "cannot read nowhere.txt"),
+        (["--prompts", "nowhere.txt"], "cannot read nowhere.txt"),
+        (["--disk", "1kB"], "--disk allows"),
+        (["--disk", "much"], "is not a size"),
+        (["--epochs", "0"], "must be above 0"),
+        (["--features", "two"], "--features is three or last"),
+        (["--numerics", "fp7"], "unknown numerics"),
+        (["--device", "abacus"], "unknown device"),
+    ],
+)
+def test_train_refuses_what_makes_no_sense(home: Path, tmp_path: Path, words: list[str], message: str) -> None:
+    error = refused(home, "train", "tiny", "--out", str(tmp_path / "head"), *SMALL, *ON_CPU, *words)
+    assert isinstance(error, ConfigError), error
+    assert message in str(error)
+
+
+def test_text_that_is_not_utf8_or_too_little_is_refused(home: Path, tmp_path: Path) -> None:
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
+    words = ["train", "tiny", "--out", str(tmp_path / "head"), *SMALL, *ON_CPU]
+    assert "is not text in UTF-8" in str(refused(home, *words, "--text", str(tmp_path / "latin.txt")))
+    (tmp_path / "empty.txt").write_text("\n")
+    assert "has no prompts" in str(refused(home, *words, "--prompts", str(tmp_path / "empty.txt")))
+    (tmp_path / "folder").mkdir()
+    assert "no .txt or .md files" in str(refused(home, *words, "--text", str(tmp_path / "folder")))
+
+
+def test_a_model_that_is_not_there_is_refused(home: Path, tmp_path: Path) -> None:
+    assert isinstance(refused(home, "train", "nothing", "--out", str(tmp_path)), UnknownModel)
+    assert "holds no draft head" in str(refused(home, "eval", "tiny", str(tmp_path)))
