@@ -24,6 +24,7 @@ from fusion_node.types import PeerId
 from p2p.messages import (
     NOT_RETAINED,
     AnyMessage,
+    OpenSession,
     Replayed,
     Resend,
     SessionFailed,
@@ -32,9 +33,11 @@ from p2p.messages import (
     SessionQuery,
     Step,
     StepResult,
+    TensorMeta,
 )
+from p2p.records import PlanStage
 from scheduler.repair_core import MAX_OPEN_ATTEMPTS
-from tests.core.answer_world import NAN, USER, Node, User, World, undisturbed
+from tests.core.answer_world import NAN, ROW, USER, Node, User, World, embed, next_token, undisturbed
 
 PROMPT = list(range(100, 190))
 NUM_TOKENS = 12
@@ -704,6 +707,71 @@ def test_prefix_of_an_earlier_answer_survives_the_loss_of_a_stage() -> None:
     assert user.error is None
     assert user.tokens == undisturbed(prompt, NUM_TOKENS)
     assert user.num_sessions == 1
+
+
+def test_node_can_be_given_an_open_sessions_history_while_that_goes_on() -> None:
+    """A second session over another node in the middle begins like the first, which nothing holds up meanwhile.
+
+    The stage before hands on what it retains of the first, as rows of a prefix. Nobody does so yet: a user whose node
+    is about to leave could go over without a pause by it.
+    """
+    num_tokens, key = 60, b"second session.."
+    world, nodes, spare = world_of_three()
+    route = [nodes[0], spare[1], nodes[2]]
+    user = world.answer(PROMPT, num_tokens)
+    opened: list[SessionOpened] = []
+    found: list[tuple[int, int]] = []
+    receive = user.receive
+
+    def begin() -> None:
+        stages = tuple(PlanStage(n.peer, n.layers.start, n.layers.stop, ("there",)) for n in route)
+        _, signed = user._plan(key, 0, stages)
+        user._sessions.add(key)
+        num_positions = user.core.num_computed // 16 * 16
+        for stage, node in enumerate(route):
+            begun = OpenSession(key, 0, stage, signed, prefix=user.core.session, prefix_positions=num_positions)
+            world.send(USER, node.peer, begun)
+
+    def receive_both(source: PeerId, message: AnyMessage, rows: tuple[object, ...]) -> None:
+        match message:
+            case SessionOpened(session=session) if session == key:
+                opened.append(message)
+                if len(opened) == 3:
+                    (num_positions,) = {each.reused_positions for each in opened} - {0}
+                    world.send(USER, nodes[0].peer, Resend(key, 0, 0, 0, 0, num_positions, False, 1))
+            case Replayed(session=session, num_positions=first) if session == key:
+                last, rest = len(user.ids), user.ids[first:]
+                tensor = TensorMeta(ROW, last - first, 4)
+                step = Step(
+                    session=key,
+                    epoch=0,
+                    sequence=0,
+                    first_node=first + 1,
+                    parent=first,
+                    parents=(),
+                    advance=last,
+                    want=(last,),
+                    tensor=tensor,
+                    timings=(),
+                )
+                world.send(USER, nodes[0].peer, step, embed(rest))
+            case StepResult(session=session) if session == key:
+                found.append((message.nodes[0], next_token(rows[-1], message.nodes[0])))
+            case _:
+                receive(source, message, rows)
+
+    user.receive = receive_both  # type: ignore[method-assign]
+    at_token(user, 5, begin)
+    world.run(stop=lambda: user.is_done)
+    expected = undisturbed(PROMPT, num_tokens)
+    assert user.tokens == expected
+    assert user.repairs == []
+    ((num_positions, token),) = found
+    assert token == expected[num_positions - len(PROMPT)]
+    # Who is in both computes a block again at most, and what has come meanwhile.
+    assert nodes[0].serving.counters["rows"] < len(PROMPT) + num_tokens + 2 * 16
+    assert nodes[0].serving.counters["rows_resent"] == max(each.reused_positions for each in opened) == 80
+    assert spare[1].serving.counters["rows"] == num_positions
 
 
 def test_place_knows_its_peer_and_layers() -> None:
