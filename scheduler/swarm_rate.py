@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from fusion_node.types import LayerRange, PeerId
 from scheduler.leg_table import BulkLegs, Floats, bulk_legs
@@ -50,6 +51,7 @@ BELIEVED_RATIO = 8.0
 there is less per layer of the same numerics. A claim beyond it must neither attract nor repel anybody."""
 
 Range = LayerRange | None
+Indices = npt.NDArray[np.int_]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +158,9 @@ class SwarmRate:
         self.reference = work.tokens_per_loop / (work.num_layers * median_s + reach_s)
         """Tokens per second of one median node that holds everything: the scale of what closes no loop."""
 
-    def between_s(self, senders: Sequence[int], receivers: Sequence[int]) -> Floats:
+    def between_s(self, senders: Sequence[int] | Indices, receivers: Sequence[int] | Indices) -> Floats:
         """Seconds from each sender to each receiver, with the payload and the hand-over; 0 to itself."""
-        pairs = np.ix_(senders, receivers)
+        pairs = np.ix_(np.asarray(senders, dtype=int), np.asarray(receivers, dtype=int))
         block: Floats = self._between_s[pairs]
         is_unknown = np.isnan(block)
         if is_unknown.any():
@@ -231,58 +233,74 @@ class SwarmRate:
 class _Grid:
     """Hosts by stretches of layers over which nothing changes: nobody's range begins or ends within one.
 
-    Seconds are linear in layers, so that a fastest loop changes hosts only between two of them.
+    Seconds are linear in layers, so that a fastest loop changes hosts only between two of them. In each stretch only
+    hosts that have its layers are looked at.
     """
 
     def __init__(
         self, rate: SwarmRate, ranges: Sequence[Range], among: Sequence[int], *, is_fine: bool = False
     ) -> None:
         """Args:
-        is_fine: a stretch is one layer.
+        is_fine: a stretch ends at every layer at which a range may begin.
         """
         self._rate = rate
         self._num_layers = num_layers = rate.work.num_layers
         self.left = [index for index in among if ranges[index] is not None]
+        self._hosts = hosts = np.array(self.left, dtype=int)
         held = [layers for index in self.left if (layers := ranges[index]) is not None]
         edges = {0, num_layers, *(min(e, num_layers) for layers in held for e in (layers.start, layers.stop))}
-        cuts = rate.work.cuts
         if is_fine or rate.work.first_layers is not None:
-            edges |= set(range(num_layers) if is_fine else cuts)
+            edges |= set(rate.work.cuts)
         self.edges = sorted(edges)
-        may_change = set(cuts)
+        may_change = set(rate.work.cuts)
         self._may_change = [edge in may_change for edge in self.edges]
+        bounds = np.array(self.edges)
         starts, stops = np.array([r.start for r in held], dtype=int), np.array([r.stop for r in held], dtype=int)
-        layer_s = rate.layer_s[self.left]
-        self._seconds = [
-            np.where((starts <= a) & (stops >= b), layer_s * (b - a), np.inf) for a, b in itertools.pairwise(self.edges)
+        has = (starts[None, :] <= bounds[:-1, None]) & (stops[None, :] >= bounds[1:, None])
+        self._counting = np.arange(len(hosts))
+        layer_s, between_s = rate.layer_s[hosts], rate.between_s(hosts, hosts)
+        # Per stretch: who has it, as positions in ``hosts``, and what it takes them.
+        self._columns = [np.flatnonzero(row) for row in has]
+        self._places = has.cumsum(axis=1) - 1
+        self._positions = {index: position for position, index in enumerate(self.left)}
+        self._stretches = [
+            range(bisect.bisect_left(self.edges, r.start), bisect.bisect_left(self.edges, min(r.stop, num_layers)))
+            for r in held
         ]
-        self._between_s = rate.between_s(self.left, self.left)
-        self._from_user_s, self._to_user_s = rate.from_user_s[self.left], rate.to_user_s[self.left]
-        self._hosts = list(self.left)
+        self._seconds = [
+            layer_s[columns] * (stop - start)
+            for columns, (start, stop) in zip(self._columns, itertools.pairwise(self.edges), strict=True)
+        ]
+        # Per edge between two stretches: from those who have the one to those who have the other.
+        self._ways_s = [
+            between_s[before[:, None], after]
+            if self._may_change[edge]
+            else np.where(before[:, None] == after, 0.0, np.inf)
+            for edge, (before, after) in enumerate(itertools.pairwise(self._columns), start=1)
+        ]
+        self._first_s = rate.from_user_s[hosts[self._columns[0]]]
+        self._last_s = rate.to_user_s[hosts[self._columns[-1]]]
 
     def remove(self, indices: Sequence[int]) -> None:
         """They hold nothing any more."""
         gone = set(indices)
-        columns = [column for column, index in enumerate(self._hosts) if index in gone]
-        for seconds in self._seconds:
-            seconds[columns] = np.inf
+        for index in indices:
+            position = self._positions[index]
+            for stretch in self._stretches[position]:
+                self._seconds[stretch][self._places[stretch, position]] = np.inf
         self.left = [index for index in self.left if index not in gone]
 
     def fastest(self) -> Pipeline | None:
-        if not self._hosts or not all(np.isfinite(seconds).any() for seconds in self._seconds):
+        if not all(len(columns) for columns in self._columns):
             return None
-        columns = np.arange(len(self._hosts))
-        arrival = self._from_user_s + self._seconds[0]
+        arrival = self._first_s + self._seconds[0]
         came_from = []
-        for stretch in range(1, len(self._seconds)):
-            best = columns
-            if self._may_change[stretch]:
-                ways = arrival[:, None] + self._between_s
-                best = ways.argmin(axis=0)
-                arrival = ways[best, columns]
+        for ways_s, seconds in zip(self._ways_s, self._seconds[1:], strict=True):
+            ways = arrival[:, None] + ways_s
+            best = ways.argmin(axis=0)
             came_from.append(best)
-            arrival = arrival + self._seconds[stretch]
-        total = arrival + self._to_user_s
+            arrival = ways[best, self._counting[: len(best)]] + seconds
+        total = arrival + self._last_s
         at = int(total.argmin())
         if not np.isfinite(total[at]):
             return None
@@ -290,8 +308,10 @@ class _Grid:
         for best in reversed(came_from):
             path.append(int(best[path[-1]]))
         stages: list[tuple[int, LayerRange]] = []
-        for column, (start, stop) in zip(reversed(path), itertools.pairwise(self.edges), strict=True):
-            index = self._hosts[column]
+        for column, columns, (start, stop) in zip(
+            reversed(path), self._columns, itertools.pairwise(self.edges), strict=True
+        ):
+            index = int(self._hosts[columns[column]])
             if stages and stages[-1][0] == index:
                 start = stages.pop()[1].start
             stages.append((index, LayerRange(start, stop)))
@@ -300,21 +320,23 @@ class _Grid:
     def ways_through(self, own: int) -> tuple[Floats, Floats]:
         before, after = np.full(self._num_layers + 1, np.inf), np.full(self._num_layers + 1, np.inf)
         before[0], after[-1] = self._rate.from_user_s[own], self._rate.to_user_s[own]
-        if not self._hosts:
+        if not len(self._hosts):
             return before, after
         to_own = self._rate.between_s(self._hosts, [own])[:, 0]
         from_own = self._rate.between_s([own], self._hosts)[0]
-        arrival, rest = self._from_user_s + self._seconds[0], self._to_user_s + self._seconds[-1]
-        for layer in range(1, self._num_layers):
-            if self._may_change[layer]:
-                before[layer] = (arrival + to_own).min()
-                arrival = (arrival[:, None] + self._between_s).min(axis=0)
-            arrival = arrival + self._seconds[layer]
-        for layer in range(self._num_layers - 1, 0, -1):
-            if self._may_change[layer]:
-                after[layer] = (from_own + rest).min()
-                rest = (self._between_s + rest[None, :]).min(axis=1)
-            rest = rest + self._seconds[layer - 1]
+        inner = range(1, len(self.edges) - 1)
+        arrival = self._first_s + self._seconds[0]
+        for edge in inner:
+            if self._may_change[edge]:
+                before[self.edges[edge]] = (arrival + to_own[self._columns[edge - 1]]).min(initial=np.inf)
+            ways = arrival[:, None] + self._ways_s[edge - 1]
+            arrival = ways.min(axis=0, initial=np.inf) + self._seconds[edge]
+        rest = self._last_s + self._seconds[-1]
+        for edge in reversed(inner):
+            if self._may_change[edge]:
+                after[self.edges[edge]] = (from_own[self._columns[edge]] + rest).min(initial=np.inf)
+            ways = self._ways_s[edge - 1] + rest[None, :]
+            rest = ways.min(axis=1, initial=np.inf) + self._seconds[edge - 1]
         return before, after
 
 
