@@ -7,7 +7,7 @@ comes. All calls of one answer come from one thread at a time, and in the order 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import NamedTuple, Protocol, TypeVar
@@ -18,14 +18,20 @@ import structlog
 
 from fusion_node.client.sampling import gumbel_noise
 from fusion_node.engine.drafts import Proposals, SharedNoise, Verified
+from fusion_node.errors import ConfigError
 
 __all__ = [
     "Calibration", "Candidate", "Drafter", "GumbelNoise", "MixedDrafter", "Proposals", "SharedNoise", "Verified",
+    "check_same_tokens",
 ]  # fmt: skip
 
 SURE = 0.9
 """Where a candidate is this probable, drafters that come later in the order are not asked: in copied text a model would
 only slow the copying down."""
+
+MAX_OTHER_TOKENS = 64
+"""Ids that may stand for something else with a draft model: members of one family name their special tokens anew. A
+wrong guess costs no more than any other."""
 
 MAX_KEPT_NOISE = 64
 """Positions whose noise is kept: deeper trees are rare. 8 MiB at a vocabulary of 32k, 64 MiB at 256k."""
@@ -231,6 +237,26 @@ class GumbelNoise:
 
 
 _PROBABILITY = attrgetter("probability")
+
+
+def check_same_tokens(draft: Mapping[str, int], target: Mapping[str, int], *, name: str) -> None:
+    """Whether a draft model's token ids mean what the target's do.
+
+    Args:
+        draft, target: the vocabularies of their tokenizers, token to id.
+        name: of the draft model.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    meaning = {token_id: token for token, token_id in target.items()}
+    num_other = sum(meaning.get(token_id, token) != token for token, token_id in draft.items())
+    num_shared = sum(token_id in meaning for token_id in draft.values())
+    if num_other > MAX_OTHER_TOKENS or num_shared < len(target) - MAX_OTHER_TOKENS:
+        raise ConfigError(
+            f"{name} cannot draft: of the model's {len(target)} tokens it has {max(0, num_shared - num_other)}; "
+            "choose a draft model with the same tokenizer"
+        )
 
 
 class _Asked:

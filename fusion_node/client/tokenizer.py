@@ -35,6 +35,11 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Every token, as the tokenizer writes it, and its id."""
+        return dict(self._tokenizer.get_vocab())
+
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text, with the special tokens that the model wants in front."""
         return list(self._tokenizer(text)["input_ids"])

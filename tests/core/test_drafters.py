@@ -13,9 +13,10 @@ from structlog.testing import capture_logs
 
 from fusion_node.client.drafters.recycling import NUM_KEPT, RecyclingDrafter, RecyclingTable, most_probable
 from fusion_node.client.drafters.suffix import SuffixDrafter
-from fusion_node.client.drafting import MAX_KEPT_NOISE, Candidate, GumbelNoise, MixedDrafter
+from fusion_node.client.drafting import MAX_KEPT_NOISE, Candidate, GumbelNoise, MixedDrafter, check_same_tokens
 from fusion_node.client.sampling import SamplingParams, choose_token, gumbel_noise
 from fusion_node.engine.drafts import Proposals, SharedNoise, Verified
+from fusion_node.errors import ConfigError
 from scheduler.speculation import Calibration
 
 
@@ -255,3 +256,17 @@ def test_drafter_that_says_what_none_may_say_is_left_out(said: list[tuple[int, f
         assert mixed.propose([()], width=4) == [[]]
     assert mixed.names == ()
     assert len(logs) == 1
+
+
+def test_draft_model_with_other_tokens_is_refused_with_how_many_it_shares() -> None:
+    target = {f"token {index}": index for index in range(1_000)}
+    check_same_tokens(target, target, name="twin")
+    # Of one family: padded otherwise, and with special tokens of its own.
+    sibling = {token: index for token, index in target.items() if index < 980} | {"<|new|>": 980, "<|more|>": 1_001}
+    check_same_tokens(sibling, target, name="sibling")
+    shifted = {token: (index + 1) % 1_000 for token, index in target.items()}
+    with pytest.raises(ConfigError, match=r"shifted cannot draft: of the model's 1000 tokens it has 0; choose"):
+        check_same_tokens(shifted, target, name="shifted")
+    part = {token: index for token, index in target.items() if index < 500}
+    with pytest.raises(ConfigError, match=r"of the model's 1000 tokens it has 500"):
+        check_same_tokens(part, target, name="part")
