@@ -526,10 +526,8 @@ class SessionCore:
             self._fault_garbage(stage, "has signed another lease than was asked for")
             return
         has = self._check_opened(message)
-        if has is None and (stage == 0 or self._is_new[stage - 1]):
-            # Whoever sent it that can be asked no more.
-            self._anew.update(self._peers[stage:])
-            self._fault_garbage(stage, "says that it has what it was never sent, or reuses more than it was asked for")
+        if has is None and self._is_from_nobody(stage):
+            self._accuse_of_excess(stage, now)
             return
         if has is None:
             self._odd.add(stage)
@@ -739,15 +737,19 @@ class SessionCore:
 
         What comes behind has it too, perhaps, and begins anew.
         """
-        if stage == 0:
-            self._fault_garbage(stage, "says that it has what it was never sent")
+        self._anew.update(self._peers[stage:])
+        if self._is_from_nobody(stage):
+            self._fault_garbage(stage, "says that it has what it was never sent, or reuses more than it was asked for")
             return
         source, culprit = self._peers[stage], self._peers[stage - 1]
         self._watch.withdraw(stage + 1, stage)
-        self._anew.update(self._peers[stage:])
         self._doubtful.add((stage, stage - 1))
         text = f"node {short(culprit)} hands on what it was not sent, going by what node {short(source)} has"
         self._accuse(stage, stage - 1, RemoteProtocolError(culprit, text), now)
+
+    def _is_from_nobody(self, stage: int) -> bool:
+        """Nobody who is there now can have sent a stage what it has: whoever did can be asked no more."""
+        return stage == 0 or (self.state is SessionState.OPENING and self._is_new[stage - 1])
 
     def _break(self) -> None:
         self.state = SessionState.BROKEN

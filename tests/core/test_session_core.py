@@ -798,6 +798,13 @@ def test_of_those_that_have_more_than_was_sent_the_first_is_in_doubt_whoever_ans
     assert sorted(closed) == sorted([PEERS[0], PEERS[1], NEW])
 
 
+def test_new_stage_is_not_in_doubt_for_what_was_sent_before_it_came() -> None:
+    session = replaced(1)
+    session.receive(SessionProgress(KEY, EPOCH + 1, 2, 5, 5, 120.0, 0.0), source=PEERS[2], now=T0)
+    fault = fault_of(session)
+    assert (fault.stage, fault.cause) == (2, Cause.GARBAGE)
+
+
 def test_excess_is_put_down_to_where_it_begins() -> None:
     """Stage 2 tells of it first; stage 1 has it too, and stage 0 has not."""
     session = opened()
