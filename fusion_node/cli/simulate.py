@@ -38,8 +38,10 @@ def simulate(
         typer.Option(metavar="START:STOP:SHARE", help="Seconds between which a share of all hosts is cut off."),
     ] = None,
     think: Annotated[float, typer.Option(help="Seconds that a user thinks between two questions, on average.")] = 60.0,
+    prompt_tokens: Annotated[float, typer.Option(help="Tokens of a question, on average.")] = 300.0,
+    answer_tokens: Annotated[float, typer.Option(help="Tokens of an answer, on average.")] = 150.0,
     tokens_per_event: Annotated[
-        int, typer.Option(help="Decoded tokens that one simulated step stands for: faster, and coarser.")
+        int, typer.Option(help="Decoded tokens per simulated step, at most, while nothing befalls the nodes: faster.")
     ] = 1,
     stage_layers: Annotated[
         int, typer.Option(help="Stages begin at multiples of this: above 1 plans are found faster.")
@@ -75,6 +77,8 @@ def simulate(
         resets_per_hour=resets,
         partitions=tuple(parse_partition(text) for text in partition or ()),
         think_s=think,
+        prompt_tokens=prompt_tokens,
+        answer_tokens=answer_tokens,
         tokens_per_event=tokens_per_event,
         stage_layers=stage_layers,
         alternates=alternates,

@@ -483,12 +483,12 @@ class AnswerCore:
         self._follow(now)
         return sent
 
-    def append(self, *, now: MonotonicS) -> None:
-        """The token of one more position was chosen: its row is wanted next."""
-        self._num_positions += 1
+    def append(self, num_positions: int = 1, *, now: MonotonicS) -> None:
+        """The tokens of so many more positions are there: the row of the last is wanted next."""
+        self._num_positions += num_positions
         self._appended_at = now
         if self._session is not None and self._has_log:
-            self._session.append(1, want_last=True, now=now)
+            self._session.append(num_positions, want_last=True, now=now)
             self._follow(now)
 
     def result_unfit(self, reason: str, *, now: MonotonicS) -> None:

@@ -9,9 +9,13 @@ any stage changes every token from there on. Tokens follow from the result, the 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from p2p.messages import TensorMeta
 
@@ -24,6 +28,8 @@ _MASK = (1 << 64) - 1
 _FACTOR = 0x9E3779B97F4A7C15
 _PAIR = struct.Struct("<QQ")
 _GARBAGE = b"\xff" * ROW_BYTES
+_FEW_ROWS = 24
+"""Fewer rows are not worth an array."""
 
 
 def _mix(value: int) -> int:
@@ -52,9 +58,21 @@ def meta(num_rows: int) -> TensorMeta:
     return TensorMeta(DTYPE, num_rows, ROW_SIZE)
 
 
-def embed(tokens: Iterable[int]) -> bytes:
+def embed(tokens: Sequence[int]) -> bytes:
     """The rows of tokens before the first layer."""
-    return b"".join(_PAIR.pack(_mix(token + 1), 0) for token in tokens)
+    if len(tokens) < _FEW_ROWS:
+        return b"".join(_PAIR.pack(_mix(token + 1), 0) for token in tokens)
+    value = np.array(tokens, dtype=np.uint64) + np.uint64(1)
+    value = (value ^ value >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ value >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    rows = np.zeros((len(tokens), 2), dtype="<u8")
+    rows[:, 0] = value ^ value >> np.uint64(31)
+    return rows.tobytes()
+
+
+def prompt_of(seed: int, num_tokens: int) -> list[int]:
+    """Some tokens."""
+    return [_mix(seed + index & _MASK) % VOCABULARY for index in range(num_tokens)]
 
 
 def garbage(num_rows: int) -> bytes:
@@ -63,34 +81,56 @@ def garbage(num_rows: int) -> bytes:
 
 
 def is_garbage(rows: bytes | memoryview) -> bool:
-    return any(rows[at : at + ROW_BYTES] == _GARBAGE for at in range(0, len(rows), ROW_BYTES))
+    if len(rows) == ROW_BYTES:
+        return rows == _GARBAGE
+    return bool((np.frombuffer(rows, dtype="<u8").reshape(-1, 2) == _MASK).all(axis=1).any())
 
 
 class Chain:
-    """What a stage, or an observer, has seen of a session: its value after each position.
+    """What a stage, or an observer, has seen of a session: a value after the positions so far, and how many they are.
 
-    Args:
-        values: of a reused prefix.
+    The value after a position is ``value * _FACTOR + code``.
     """
 
-    __slots__ = ("values",)
+    __slots__ = ("_num_positions", "value")
 
-    def __init__(self, values: Sequence[int] = ()) -> None:
-        self.values = list(values)
+    def __init__(self) -> None:
+        self.value = 0
+        self._num_positions = 0
 
     def __len__(self) -> int:
-        return len(self.values)
+        return self._num_positions
 
     def forward(self, rows: bytes | memoryview, weight: int) -> bytes:
         """Through layers of this weight; the rows are those of the next positions."""
-        values = self.values
-        value = values[-1] if values else 0
+        num_rows = len(rows) // ROW_BYTES
+        self._num_positions += num_rows
+        if num_rows >= _FEW_ROWS:
+            return self._many(rows, num_rows, weight)
+        value = self.value
         out = bytearray()
         for code, total in _PAIR.iter_unpack(rows):
             value = value * _FACTOR + code & _MASK
-            values.append(value)
             out += _PAIR.pack(code, total + value * weight & _MASK)
+        self.value = value
         return bytes(out)
+
+    def _many(self, rows: bytes | memoryview, num_rows: int, weight: int) -> bytes:
+        """The same for many rows at once: divided by powers of the factor, which is odd, values are sums of codes."""
+        powers, inverses = _powers(num_rows)
+        out = np.frombuffer(rows, dtype="<u8").reshape(num_rows, 2).copy()
+        values = powers * (np.cumsum(out[:, 0] * inverses, dtype=np.uint64) + np.uint64(self.value))
+        self.value = int(values[-1])
+        out[:, 1] += values * np.uint64(weight)
+        return out.tobytes()
+
+
+@functools.lru_cache(maxsize=1024)
+def _powers(count: int) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """Of the factor and of its inverse, modulo 2^64, from the first one on."""
+    factors = (np.full(count, factor, dtype=np.uint64) for factor in (_FACTOR, pow(_FACTOR, -1, 1 << 64)))
+    powers, inverses = (np.cumprod(each, dtype=np.uint64) for each in factors)
+    return powers, inverses
 
 
 def token_of(row: bytes | memoryview, *, seed: int, position: int) -> int:
@@ -105,11 +145,14 @@ class Undisturbed:
         self._weight = weights.of(0, weights.num_layers)
         self._seed = seed
         self._position = len(prompt)
-        self._chain = Chain()
-        self._row = self._chain.forward(embed(prompt), self._weight)[-ROW_BYTES:]
+        chain = Chain()
+        self._total = _PAIR.unpack(chain.forward(embed(prompt), self._weight)[-ROW_BYTES:])[1]
+        self._value = chain.value
 
     def next_token(self) -> int:
-        token = token_of(self._row, seed=self._seed, position=self._position)
+        """As ``token_of`` says of the row of the position before, and then the row of this one, in as few steps."""
+        token = _mix(self._total ^ _mix(self._seed * _FACTOR + self._position & _MASK)) % VOCABULARY
         self._position += 1
-        self._row = self._chain.forward(embed([token]), self._weight)
+        self._value = self._value * _FACTOR + _mix(token + 1) & _MASK
+        self._total = self._value * self._weight & _MASK
         return token

@@ -124,20 +124,18 @@ class Links:
         *,
         num_bytes: float = 0.0,
         payload: Any = b"",
-        times: int = 1,
     ) -> bool:
         """Sends a frame. False when there is no link.
 
         Args:
             num_bytes: of the rows, as the model would have them.
-            times: that the frame goes this way, one after another round: it stands for so many decode steps.
         """
         link = sender.links.get(peer)
         if link is None:
             return False
         receiver = link.two if sender is link.one else link.one
         size = num_bytes + MESSAGE_BYTES
-        sender.bytes_sent += size * times
+        sender.bytes_sent += size
         if sender.place.part != receiver.place.part:
             link.held.append((receiver, message, payload))
             return True
@@ -147,8 +145,7 @@ class Links:
             arrives = link.last_one = max(now + delay_s, link.last_one)
         else:
             arrives = link.last_two = max(now + delay_s, link.last_two)
-        # The rounds that it stands for hold up nothing else on this link: they are not under way all the time.
-        self._heap.at(arrives + (times - 1) * delay_s, self._deliver, link, receiver, message, payload)
+        self._heap.at(arrives, self._deliver, link, receiver, message, payload)
         return True
 
     def backlog_s(self, sender: Host, peer: PeerId) -> float:

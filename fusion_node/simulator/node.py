@@ -7,6 +7,8 @@ in two tables: the cores are made when the first session comes.
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 
 MAX_BATCH_ROWS = 256
 BLOCK_SLOTS = 16
+FINE_AFTER_S = 3.0
+"""After something has befallen a node, in which steps over it are taken one by one: longer than suspicion takes."""
+
 OUTPUTS_BYTES = 64 * 2**20
 """Retained rows of one node, in the simulator's own bytes: never the limit here."""
 
@@ -52,7 +57,10 @@ class Node(Host):
 
     Attributes:
         joined_at, left_at: seconds of the world; ``left_at`` once it is gone.
+        holds, is_serving: whether it has chosen its layers, and whether they are there.
+        stays_s: from when it serves until it leaves.
         fault, fault_at: the last thing that befell it, for the reports.
+        due: when something will befall it, as far as the world has decided, the next first. No core sees it.
     """
 
     def __init__(
@@ -62,31 +70,39 @@ class Node(Host):
         peer: PeerId,
         place: Place,
         device: DeviceProfile,
-        layers: LayerRange,
         character: Character,
     ) -> None:
         super().__init__(index, peer, place)
         self.device = device
-        self.layers = layers
+        self.layers = LayerRange(0, 1)
+        self.holds = self.is_serving = False
+        self.stays_s = math.inf
         self.character = character
         self.joined_at = world.heap.now
         self.left_at: float | None = None
         self.seen_until = float("inf")
         self.fault, self.fault_at = "", float("-inf")
+        self.due: list[float] = []
         self.is_draining = False
         self.speed: Speed = device.speed(world.model)
-        self.kv_positions = max(1, device.kv_positions(world.model, len(layers)) // world.group)
+        self.kv_positions = 1
         self.serving: Serving | None = None
         self.announced_at = world.heap.now
         self.announced_speed = self.claimed_speed
-        self.announced_kv = int(self.kv_positions * character.claim)
         self.announced_queue_s = 0.0
         self._world = world
         self._chains: dict[Session, Chain] = {}
         self._queue: deque[tuple[ServedStep, Any, float]] = deque()
-        self._leases = LeaseBook(self.num_blocks * BLOCK_SLOTS, block_slots=BLOCK_SLOTS)
         self._busy_until: float | None = None
         self._timer_at: float | None = None
+
+    def hold(self, layers: LayerRange) -> None:
+        """These are its layers, or will be: before it serves."""
+        self.layers = layers
+        self.holds = True
+        self.kv_positions = max(1, self.device.kv_positions(self._world.model, len(layers)))
+        self.announced_kv = int(self.kv_positions * self.character.claim)
+        self._leases = LeaseBook(self.num_blocks * BLOCK_SLOTS, block_slots=BLOCK_SLOTS)
 
     # what others believe of it
 
@@ -103,6 +119,15 @@ class Node(Host):
         """Positions that a new session could have, by its own word."""
         free = self.kv_positions if self.serving is None else self.serving.admission.free_positions
         return int(free * self.character.claim)
+
+    def quiet_until(self, now: float) -> float:
+        """When something befalls it next, as far as is decided; ``now`` when something does, or did a moment ago."""
+        is_disturbed = self.is_frozen or self.is_draining or not self.is_up or self.character.garbage_share > 0.0
+        if is_disturbed or now - self.fault_at < FINE_AFTER_S:
+            return now
+        while self.due and self.due[0] < now:
+            heapq.heappop(self.due)
+        return self.due[0] if self.due else math.inf
 
     def refresh_record(self, every_s: float) -> None:
         """Announces itself anew if its record is older than that. Asked by whoever reads it: idleness is free."""
@@ -247,14 +272,9 @@ class Node(Host):
         self._world.links.connect(self, command.peer, then)
 
     def _send_rows(self, serving: Serving, command: SendRows) -> None:
-        num_rows, times = self._world.scale(command.message)
+        num_bytes = command.message.tensor.num_rows * self._world.model.row_bytes
         is_sent = self._world.links.send(
-            self,
-            command.peer,
-            command.message,
-            num_bytes=num_rows * self._world.model.row_bytes,
-            payload=command.payload,
-            times=times,
+            self, command.peer, command.message, num_bytes=num_bytes, payload=command.payload
         )
         serving.rows_left(command)
         if not is_sent:
@@ -285,18 +305,11 @@ class Node(Host):
 
     def _seconds(self, steps: list[ServedStep]) -> float:
         """Of one forward of these steps: those over equal layers share the weights."""
-        rows_of: dict[int, tuple[int, int]] = {}
+        rows_of: dict[int, int] = {}
         for step in steps:
-            prefill, decode = rows_of.get(len(step.session.layers), (0, 0))
-            num_rows, times = self._world.scale(step.message)
-            rows_of[len(step.session.layers)] = (prefill, decode + 1) if times > 1 else (prefill + num_rows, decode)
-        total = 0.0
-        for num_layers, (rows, decoding) in rows_of.items():
-            per_layer_s = self.speed.seconds_per_layer(rows) if rows else 0.0
-            if decoding:
-                per_layer_s += self._world.group * self.speed.seconds_per_layer(decoding)
-            total += num_layers * per_layer_s
-        return total
+            num_layers = len(step.session.layers)
+            rows_of[num_layers] = rows_of.get(num_layers, 0) + step.message.tensor.num_rows
+        return sum(num_layers * self.speed.seconds_per_layer(rows) for num_layers, rows in rows_of.items())
 
     def _computed(self, batch: list[tuple[ServedStep, Any, float]], began: float) -> None:
         if not self.is_up:

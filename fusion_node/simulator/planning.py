@@ -19,7 +19,7 @@ from scheduler.claims import clamp_speed
 from scheduler.cost_model import Workload
 from scheduler.planner import plan_route
 from scheduler.plans import Avoid, Planned
-from scheduler.topology import Candidate, Leg, LegSource, RouteStage
+from scheduler.topology import Candidate, Leg, LegSource, RouteStage, Speed
 
 if TYPE_CHECKING:
     from fusion_node.simulator.links import Host
@@ -51,7 +51,7 @@ class UserLegs:
         round_trips: measured by the user, in seconds.
     """
 
-    def __init__(self, world: World, user: Host, round_trips: Mapping[PeerId, float]) -> None:
+    def __init__(self, world: World, user: Host | None, round_trips: Mapping[PeerId, float]) -> None:
         self._world = world
         self._user = user
         self._round_trips = round_trips
@@ -64,7 +64,7 @@ class UserLegs:
             round_trip_s = self._round_trips.get(peer)
             if round_trip_s is None:
                 return Leg(0.15, LegSource.UNKNOWN)
-            sending = self._user if sender is None else self._world.host(peer)
+            sending = self._user if sender is None and self._user is not None else self._world.host(peer)
             return Leg(round_trip_s / 2, LegSource.MEASURED, sending.place.line.up_Bps)
         one, two = self._world.host(sender), self._world.host(receiver)
         path = self._world.network.path(one.place, two.place)
@@ -86,12 +86,15 @@ class UserLegs:
         return one_way_s * (1 + COORDINATE_ERROR * (4 * errors - 2)), np.minimum(rate_Bps, limit_Bps)
 
 
-def believed(node: Node) -> Candidate:
+def believed_speed(node: Node) -> Speed:
     """What a record of it says, within what is possible."""
-    speed = clamp_speed(
-        (node.announced_speed.rows_1_s, node.announced_speed.rows_16_s, node.announced_speed.rows_256_s)
-    )
-    return Candidate(node.peer, node.layers, speed, node.announced_kv, node.announced_queue_s)
+    said = node.announced_speed
+    return clamp_speed((said.rows_1_s, said.rows_16_s, said.rows_256_s))
+
+
+def believed(node: Node) -> Candidate:
+    """A node as a candidate, by its record."""
+    return Candidate(node.peer, node.layers, believed_speed(node), node.announced_kv, node.announced_queue_s)
 
 
 def plan(

@@ -38,7 +38,7 @@ class Settings:
         liars_share: of the nodes that claim to be faster and larger than they are.
         think_s: on average between an answer and the next question of a user.
         prompt_tokens, answer_tokens: on average; the former log-normal, the latter geometric, as chats have them.
-        tokens_per_event: that one step of the simulation stands for, see docs/simulator.md.
+        tokens_per_event: that are computed in one step of the simulation, at most, see docs/simulator.md.
         turns: questions of a conversation, on average: while its route holds, the next one goes over it, as it does in
             the client for the sake of what the nodes have cached.
         stage_layers: a stage begins at multiples of this; above 1 plans are found faster.
@@ -110,8 +110,8 @@ class Settings:
                 raise ConfigError(f"{name.replace('_', ' ')} {getattr(self, name)}: choose between 1 and 100000")
         if self.membership not in ("auto", "real", "modelled"):
             raise ConfigError(f"unknown membership {self.membership!r}: auto, real or modelled")
-        if not 1 <= self.tokens_per_event <= 64:
-            raise ConfigError(f"{self.tokens_per_event} tokens per event: choose between 1 and 64")
+        if not 1 <= self.tokens_per_event <= 256:
+            raise ConfigError(f"{self.tokens_per_event} tokens per event: choose between 1 and 256")
         if not 1 <= self.stage_layers <= self.shape.num_layers:
             raise ConfigError(f"stages that begin every {self.stage_layers} layers: choose between 1 and all of them")
         if not 1 <= self.candidates <= 4096:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from fusion_node.client.answer_core import (
+    ALTERNATES_EVERY_S,
     AnswerCore,
     Failed,
     Opened,
@@ -29,7 +30,7 @@ from fusion_node.client.answer_core import (
 from fusion_node.client.session_core import RowsWanted, StepDone
 from fusion_node.errors import NoRoute, PeerError
 from fusion_node.simulator import network, planning
-from fusion_node.simulator.arithmetic import DTYPE, ROW_SIZE, Undisturbed, embed, is_garbage, meta, token_of
+from fusion_node.simulator.arithmetic import DTYPE, ROW_SIZE, Undisturbed, embed, is_garbage, meta, prompt_of, token_of
 from fusion_node.simulator.leases import open_lease
 from fusion_node.simulator.links import Host
 from fusion_node.simulator.metrics import Answered
@@ -43,12 +44,22 @@ from scheduler.topology import RouteStage
 if TYPE_CHECKING:
     from fusion_node.simulator.world import World
 
+MAX_TOKENS = 4096
+"""Of a prompt, and of an answer."""
+
 NODES_FRESH_S, AVOID_S = 10.0, 30.0
 """As of the client's router (fusion_node.client.routing)."""
 
 STALE_AFTER_S = 30.0
 """Older than that, a patch is not made of nodes that were known when the answer began; the client looks around for
 alternates more often."""
+
+ALTERNATES_BEFORE_S = ALTERNATES_EVERY_S + 5.0
+"""Before something befalls a node of an answer, from which alternates are looked for whenever the core wants them: time
+enough to link them. Nobody would take those of a time in which nothing happens."""
+
+MEASURED_STEPS = 3
+"""Steps over a route that are taken one by one before several are taken at once: how long one takes is known then."""
 
 PLANNING_S = 0.02
 MEASURING_ROUND_TRIPS = 6
@@ -62,9 +73,13 @@ class Request:
     """One question and its answer.
 
     Attributes:
-        prompt: in units of ``tokens_per_event``, like everything that is counted in positions.
         results: rows that came back and are not looked at yet, by session and sequence.
         asked: number of the route that was asked for last; older questions need no answer.
+        due_at: when the tokens that are under way would all be there, had they been asked for one by one.
+        num_awaited: tokens under way.
+        num_whole: tokens of the answer when its last row came.
+        waits: whether ``due_at`` is waited for, all rows being there.
+        num_steps, steps_s: that were taken one by one over the present route, and their seconds together.
     """
 
     core: AnswerCore
@@ -80,6 +95,12 @@ class Request:
     is_wrong: bool = False
     timer_at: float | None = None
     asked: int = -1
+    due_at: float = 0.0
+    num_awaited: int = 0
+    num_whole: int = 0
+    waits: bool = False
+    num_steps: int = 0
+    steps_s: float = 0.0
     is_over: bool = False
 
 
@@ -104,10 +125,10 @@ class User(Host):
         """Begins a request."""
         world, chance = self._world, self.chance
         settings = world.settings
-        mean = max(1.0, settings.prompt_tokens / world.group)
-        num_prompt = max(1, min(2048, int(chance.lognormvariate(0.0, 0.7) * mean / 1.28)))  # e^(0.7² / 2) = 1.28
-        num_wanted = max(1, min(2048, int(chance.expovariate(1.0) * settings.answer_tokens / world.group) + 1))
-        prompt = [chance.randrange(50_000) for _ in range(num_prompt)]
+        mean = settings.prompt_tokens
+        num_prompt = max(1, min(MAX_TOKENS, int(chance.lognormvariate(0.0, 0.7) * mean / 1.28)))  # e^(0.7² / 2) = 1.28
+        num_wanted = max(1, min(MAX_TOKENS, int(chance.expovariate(1.0) * settings.answer_tokens) + 1))
+        prompt = prompt_of(chance.getrandbits(64), num_prompt)
         seed = chance.getrandbits(32)
         core = AnswerCore(
             num_prompt=num_prompt,
@@ -153,8 +174,8 @@ class User(Host):
             Answered(
                 began_s=request.began_s,
                 lasted_s=world.heap.now - request.began_s,
-                wanted=request.num_wanted * world.group,
-                tokens=len(request.tokens) * world.group,
+                wanted=request.num_wanted,
+                tokens=len(request.tokens) if not error else request.num_whole,
                 first_s=None if first_s is None else first_s - request.began_s,
                 decode_s=0.0 if first_s is None else request.last_s - first_s,
                 error=error,
@@ -232,15 +253,17 @@ class User(Host):
         match event:
             case WantsRoute():
                 request.asked = event.number
+                request.num_steps, request.steps_s = 0, 0.0
                 self._look(request, event, core.places)
+                self._wake(request)
             case WantsConnection(place):
                 world.links.connect(self, place.peer, lambda error: self._linked(request, place.peer, error))
+                self._wake(request)
             case WantsAlternates():
                 if world.settings.alternates:
-                    world.heap.after(PLANNING_S, self._find_alternates, request, event)
+                    self._put_off_alternates(request, event)
             case SessionBegan(session):
                 self._sessions[session] = request
-                world.session_began(session, len(request.prompt))
             case SessionEnded(session):
                 self._session_ended(session)
             case Opened():
@@ -278,10 +301,7 @@ class User(Host):
         if sending is None:
             return
         peer, step = sending
-        num_rows, times = self._world.scale(step)
-        self._world.links.send(
-            self, peer, step, num_bytes=num_rows * self._world.model.row_bytes, payload=rows, times=times
-        )
+        self._world.links.send(self, peer, step, num_bytes=len(tokens) * self._world.model.row_bytes, payload=rows)
 
     def _take_row(self, request: Request, done: StepDone) -> None:
         world, core = self._world, request.core
@@ -291,18 +311,58 @@ class User(Host):
             return
         token = token_of(row, seed=request.seed, position=len(request.prompt) + len(request.tokens))
         request.tokens.append(token)
+        request.num_whole = len(request.tokens)
         if token != request.expected.next_token():
             request.is_wrong = True
             world.metrics.wrong_tokens += 1
-        request.last_s = world.heap.now
+        now = world.heap.now
         if request.first_s is None:
-            request.first_s = request.last_s
+            request.first_s = now
+        elif request.num_awaited == 1 and done.round_trip_s is not None:
+            request.num_steps += 1
+            request.steps_s += done.round_trip_s
+        if request.due_at > now:
+            request.waits = True
+            world.heap.at(request.due_at, self._on_due, request, len(request.tokens))
+        else:
+            self._go_on(request)
+
+    def _on_due(self, request: Request, num_tokens: int) -> None:
+        if request.waits and len(request.tokens) == num_tokens:
+            self._go_on(request)
+            self._pump(request)
+
+    def _wake(self, request: Request) -> None:
+        """Something is wrong: what the tokens that came at once would still have taken is not waited for."""
+        if request.waits:
+            self._go_on(request)
+
+    def _go_on(self, request: Request) -> None:
+        """The tokens so far are there, and time for them has passed."""
+        world, core = self._world, request.core
+        request.waits = False
+        request.last_s = world.heap.now
         if len(request.tokens) >= request.num_wanted:
             self._last_route = core.places
             core.close(retain=False, now=self._now())
             self._end(request, "")
-        else:
-            core.append(now=self._now())
+            return
+        # As if a drafter had guessed them all: all but the first were never asked for one by one.
+        request.num_awaited = num_tokens = self._num_at_once(request)
+        request.tokens += [request.expected.next_token() for _ in range(num_tokens - 1)]
+        request.due_at = request.last_s
+        if num_tokens > 1:
+            request.due_at += num_tokens * request.steps_s / request.num_steps
+        core.append(num_tokens, now=self._now())
+
+    def _num_at_once(self, request: Request) -> int:
+        """Tokens to compute in one step: as many as fit before something happens to a node of the answer."""
+        world = self._world
+        most = min(world.settings.tokens_per_event, request.num_wanted - len(request.tokens))
+        if most == 1 or request.num_steps < MEASURED_STEPS:
+            return 1
+        quiet_s = world.quiet_s(place.peer for place in request.core.places)
+        return max(1, min(most, int(quiet_s * request.num_steps / request.steps_s)))
 
     @staticmethod
     def _row_of(request: Request, done: StepDone) -> bytes | memoryview | None:
@@ -370,7 +430,7 @@ class User(Host):
             legs, work = self._legs(), self._workload(request)
             planned = planning.plan(self._world, legs, known, work, avoid_pairs=wanted.avoid_pairs)
             if planned is not None:
-                return self._places(planned.route), planned.cost.seconds_per_step * self._world.group
+                return self._places(planned.route), planned.cost.seconds_per_step
         return None
 
     def _patch(
@@ -392,7 +452,7 @@ class User(Host):
         planned = planning.plan(self._world, legs, usable, work, avoid_pairs=wanted.avoid_pairs, pinned=pinned)
         if planned is None:
             return None
-        return self._places(planned.route, present), planned.cost.seconds_per_step * self._world.group
+        return self._places(planned.route, present), planned.cost.seconds_per_step
 
     def _workload(self, request: Request) -> Workload:
         return self._world.workload(len(request.prompt), len(request.prompt) + request.num_wanted)
@@ -409,6 +469,17 @@ class User(Host):
             Place(PlanStage(stage.peer, stage.layers.start, stage.layers.stop, ("sim:1",)), trips.get(stage.peer, 0.0))
             for stage in route
         )
+
+    def _put_off_alternates(self, request: Request, wanted: WantsAlternates) -> None:
+        """Until somebody may need them: the core wants others some seconds later anyway."""
+        delay_s = 0.0
+        if self._world.settings.tokens_per_event > 1:
+            quiet_s = self._world.quiet_s(place.peer for place in request.core.places)
+            delay_s = max(0.0, quiet_s - ALTERNATES_BEFORE_S)
+        if delay_s < ALTERNATES_EVERY_S:
+            if self._world.heap.now + delay_s >= self._measured_at + STALE_AFTER_S:
+                delay_s += self._measure()
+            self._world.heap.after(delay_s + PLANNING_S, self._find_alternates, request, wanted)
 
     def _find_alternates(self, request: Request, wanted: WantsAlternates) -> None:
         """For each stage what would take its place; told once there are links to all of them."""

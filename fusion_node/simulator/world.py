@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
-from collections.abc import Collection, Sequence
-
-import numpy as np
+from collections.abc import Iterable
 
 from fusion_node.client.answer_core import Repaired, RepairKind
+from fusion_node.daemon.placement_core import Choice, Intend
+from fusion_node.errors import ConfigError
+from fusion_node.simulator import placing
 from fusion_node.simulator.arithmetic import Weights
 from fusion_node.simulator.churn import Churn
-from fusion_node.simulator.devices import DEVICES, DeviceProfile
+from fusion_node.simulator.devices import DEVICES
 from fusion_node.simulator.heap import EventHeap
 from fusion_node.simulator.links import Host, Links
 from fusion_node.simulator.membership_world import ANNOUNCE_S, EPOCH_S
 from fusion_node.simulator.metrics import Metrics, Sample, Stall
 from fusion_node.simulator.network import REGION_SHARES, REGIONS, Network, Way
-from fusion_node.simulator.node import Character, Node
+from fusion_node.simulator.node import FINE_AFTER_S, Character, Node
 from fusion_node.simulator.planning import Known, believed
 from fusion_node.simulator.settings import Settings
 from fusion_node.simulator.user import User
 from fusion_node.simulator.views import ModelledViews, RealViews, Views
 from fusion_node.types import LayerRange, ModelId, PeerId
-from p2p.messages import Step, StepResult
 from p2p.records import Plan, Refusal
+from scheduler import swarm_rate
 from scheduler.cost_model import Workload
 
 SAMPLE_EVERY_S = 10.0
@@ -43,9 +45,16 @@ LIE = 5.0
 LOAD_S = 20.0
 """From joining until its layers are there and served; weights come from its own disk."""
 
+NOTICE_S = 60.0
+"""By which the world decides before it happens whom a fault will befall: no step of the simulation is longer."""
+
+FINE_BEFORE_S = 1.0
+"""Before something befalls a node, from which steps over it are taken one by one, so that it may hit them anywhere."""
+
 FAULT_REMEMBERED_S = 60.0
-PLACED_BY = 64
-"""Records by which a newcomer chooses its layers."""
+PLACED_BY = 24
+"""Nodes that a newcomer knows when it chooses its layers, at most: a real one looks at the nearest 96, which takes some
+times as long as everything else that a node does here."""
 
 MAX_LAYERS_SHARE = 1 / 3
 """Of a model, that one node serves at most: who holds a small model whole would leave nothing to simulate."""
@@ -55,7 +64,6 @@ class World:
     """A world that is ready to run.
 
     Attributes:
-        group: tokens that a position stands for.
         first_layers: at which a stage may begin; None: at any.
         is_closing: no more questions are asked.
     """
@@ -63,7 +71,6 @@ class World:
     def __init__(self, settings: Settings) -> None:
         settings.check()
         self.settings = settings
-        self.group = settings.tokens_per_event
         self.model = settings.shape
         self.model_id = ModelId("ab" * 32)
         self.numerics = "f16r32"
@@ -79,13 +86,16 @@ class World:
         self.live: list[Node] = []
         self.parted_at = self.healed_at = -math.inf
         self.is_closing = False
+        self.loading: dict[PeerId, Node] = {}
         self._place_in_live: dict[PeerId, int] = {}
         self._holders = [0] * self.model.num_layers
         self._plans: dict[bytes, Plan] = {}
-        self._prompts: dict[bytes, int] = {}
         every = settings.stage_layers
         self.first_layers = None if every == 1 else frozenset(range(0, self.model.num_layers, every))
-        self._devices = [d for d in DEVICES if d.num_layers(self.model) > 0]
+        self.work = swarm_rate.Work(
+            self.model.num_layers, int(self.model.layer_bytes), self.model.row_bytes, self.first_layers
+        )
+        self._devices = [d for d in DEVICES if d.num_layers(self.model) >= every]
         self._num_hosts = 0
         self.views: Views = RealViews(self) if settings.is_membership_real else ModelledViews(self)
         self._populate()
@@ -121,7 +131,7 @@ class World:
         for region in range(len(REGIONS)):
             self._plan_arrival(region)
         for kind, rate in (("hang", settings.hangs_per_hour), ("reset", settings.resets_per_hour)):
-            self._plan_fault(kind, rate)
+            self._plan_fault(kind, rate, 0.0)
         for each in settings.partitions:
             self.heap.at(each.start_s, self._part, each.share)
             self.heap.at(each.stop_s, self._heal)
@@ -136,47 +146,82 @@ class World:
 
     def host(self, peer: PeerId) -> Host:
         """A host that there is or was."""
-        found = self._find(peer)
+        found = self._find(peer) or self.loading.get(peer)
         if found is None:
             raise KeyError(peer)
         return found
 
     # nodes that come and go
 
-    def _join(self, *, remaining_s: float, is_first: bool = False, region: int | None = None) -> None:
+    def join(self) -> Node:
+        """One more node comes, and stays."""
+        return self._join(remaining_s=math.inf)
+
+    def _join(self, *, remaining_s: float, is_first: bool = False, region: int | None = None) -> Node:
         chance, settings = self.chance, self.settings
         index = self._next_index()
         place = self.network.place(chance)
         if region is not None:
             place.region = region
         device = chance.choices(self._devices, [each.share for each in self._devices])[0]
-        layers = self._choose_layers(device)
         kind = chance.random()
         character = Character()
         if kind < settings.garbage_share:
             character = Character(garbage_share=GARBAGE_STEPS_SHARE)
         elif kind < settings.garbage_share + settings.liars_share:
             character = Character(claim=LIE)
-        node = Node(self, index, PeerId(f"12D3KooW{index:044d}"), place, device, layers, character)
+        node = Node(self, index, PeerId(f"12D3KooW{index:044d}"), place, device, character)
+        node.stays_s = remaining_s
+        self.loading[node.peer] = node
+        choice = Choice(placing.host_of(node, self.capacity_layers(node)), self.work)
         if is_first:
+            # They have joined one after another, long before the beginning.
+            result = choice.look(self._seen_by(node), placing.NodeLegs(self))
+            node.hold(self._settled(result.move.layers if isinstance(result, Intend) else result.decision.layers))
             self._serve(node)
         else:
-            self.heap.after(LOAD_S, self._serve, node)
-        if math.isfinite(remaining_s):
-            self.heap.after(remaining_s + (0.0 if is_first else LOAD_S), self._leave, node)
+            self._choose(node, choice)
+        return node
 
-    def _choose_layers(self, device: DeviceProfile) -> LayerRange:
-        num_layers = self.model.num_layers
-        capacity = min(device.num_layers(self.model), max(1, math.ceil(num_layers * MAX_LAYERS_SHARE)))
-        if len(self.live) <= PLACED_BY:
-            seen = self.live
+    def capacity_layers(self, node: Node) -> int:
+        """That a node serves at most: who holds a small model whole would leave nothing to simulate."""
+        least = self.settings.stage_layers
+        return min(node.device.num_layers(self.model), max(least, math.ceil(self.model.num_layers * MAX_LAYERS_SHARE)))
+
+    def _choose(self, node: Node, choice: Choice) -> None:
+        """As fusion_node.daemon.mover does it: looks, tells what it intends, waits, and looks again."""
+        result = choice.look(self._seen_by(node), placing.NodeLegs(self))
+        if isinstance(result, Intend):
+            node.hold(result.move.layers)
+            self.heap.after(result.wait_s, self._choose, node, choice)
         else:
-            # With repetitions: two of ten thousand are seldom the same.
-            seen = [self.live[int(self.chance.random() * len(self.live))] for _ in range(PLACED_BY)]
-        return least_held([node.layers for node in seen], num_layers, capacity, self.first_layers)
+            node.hold(self._settled(result.decision.layers))
+            self.heap.after(LOAD_S, self._serve, node)
+
+    def _settled(self, layers: LayerRange | None) -> LayerRange:
+        if layers is None:
+            raise ConfigError(
+                f"no range of {self.model.name} that begins every {self.settings.stage_layers} layers fits on a device"
+            )
+        return layers
+
+    def _seen_by(self, node: Node) -> list[swarm_rate.Host]:
+        """Nodes that a newcomer knows: some of those that serve, and of those that load."""
+        seen: list[Node] = []
+        for known in (self.live, [each for each in self.loading.values() if each.holds and each is not node]):
+            if len(known) <= PLACED_BY:
+                seen += known
+            else:
+                seen += self.chance.sample(known, PLACED_BY)
+        return [placing.host_of(each, self.capacity_layers(each)) for each in seen]
 
     def _serve(self, node: Node) -> None:
+        self.loading.pop(node.peer, None)
         node.joined_at = self.heap.now
+        node.is_serving = True
+        if math.isfinite(node.stays_s):
+            heapq.heappush(node.due, self.heap.now + node.stays_s)
+            self.heap.after(node.stays_s, self._leave, node)
         self.nodes[node.peer] = node
         self._place_in_live[node.peer] = len(self.live)
         self.live.append(node)
@@ -245,16 +290,25 @@ class World:
 
     # faults
 
-    def _plan_fault(self, kind: str, per_hour: float) -> None:
+    def _plan_fault(self, kind: str, per_hour: float, after_s: float) -> None:
+        """Args:
+        after_s: the last one of this kind.
+        """
         rate = per_hour / 3600.0 * self.settings.nodes
         if rate > 0.0:
-            self.heap.after(self.chance.expovariate(rate), self._fault, kind, per_hour)
+            at = after_s + self.chance.expovariate(rate)
+            self.heap.at(at - NOTICE_S, self._draw_victim, kind, per_hour, at)
 
-    def _fault(self, kind: str, per_hour: float) -> None:
-        self._plan_fault(kind, per_hour)
-        if not self.live:
+    def _draw_victim(self, kind: str, per_hour: float, at: float) -> None:
+        self._plan_fault(kind, per_hour, at)
+        if self.live:
+            node = self.chance.choice(self.live)
+            heapq.heappush(node.due, at)
+            self.heap.at(at, self._fault, kind, node)
+
+    def _fault(self, kind: str, node: Node) -> None:
+        if not node.is_up:
             return
-        node = self.chance.choice(self.live)
         if kind == "hang":
             self.freeze(node, self.chance.expovariate(1.0) * HANG_S + 0.2)
         else:
@@ -317,29 +371,31 @@ class World:
         self._plans[envelope] = plan
         return envelope
 
-    def session_began(self, session: bytes, num_prompt: int) -> None:
-        """So many positions of it are the prompt's."""
-        self._prompts[session] = num_prompt
-
     def session_ended(self, session: bytes) -> None:
         """It is forgotten once nothing of it can be under way any more."""
         self.heap.after(300.0, self._forget_session, session)
 
     def _forget_session(self, session: bytes) -> None:
-        self._prompts.pop(session, None)
         epoch = 0
         while self._plans.pop(b"%b/%d" % (session, epoch), None) is not None:
             epoch += 1
 
-    def scale(self, message: Step | StepResult) -> tuple[int, int]:
-        """Rows that a frame has in the model, and how many times it goes its way: see ``tokens_per_event``."""
-        num_rows = message.tensor.num_rows
-        if self.group == 1:
-            return num_rows, 1
-        position = message.first_node if isinstance(message, Step) else max(message.nodes, default=0)
-        if num_rows == 1 and position > self._prompts.get(message.session, 0):
-            return 1, self.group
-        return num_rows * self.group if isinstance(message, Step) else num_rows, 1
+    def quiet_s(self, peers: Iterable[PeerId]) -> float:
+        """How long nothing will befall any of these nodes, nor the network as a whole; 0 when something does now.
+
+        For the simulation itself, which takes large steps meanwhile: nobody in it can know.
+        """
+        now = self.heap.now
+        until = now + NOTICE_S
+        for part in self.settings.partitions:
+            for at in (part.start_s, part.stop_s):
+                if at - FINE_BEFORE_S < now < at + FINE_AFTER_S:
+                    return 0.0
+                until = min(until, at) if at > now else until
+        for peer in peers:
+            node = self.nodes.get(peer)
+            until = min(until, now if node is None else node.quiet_until(now))
+        return max(0.0, until - FINE_BEFORE_S - now)
 
     def measure(self, user: User, chance: random.Random) -> list[Known]:
         """Of the nodes whose records a user has, those that answer it now: at most ``candidates``."""
@@ -354,8 +410,8 @@ class World:
         return known
 
     def workload(self, num_prompt: int, num_positions: int) -> Workload:
-        """What a route is wanted for; both in positions of the simulation."""
-        return Workload(num_positions, num_prompt * self.group, row_bytes=self.model.row_bytes)
+        """What a route is wanted for."""
+        return Workload(num_positions, num_prompt, row_bytes=self.model.row_bytes)
 
     # what is measured
 
@@ -372,7 +428,7 @@ class World:
             fault = "partition"
         metrics.stalls.append(Stall(now, event.stall_s, fault, event.cause, event.kind.value))
         metrics.replaced[event.cause] += 1
-        num_bytes = event.replayed_positions * self.group * self.model.row_bytes
+        num_bytes = event.replayed_positions * self.model.row_bytes
         metrics.replayed_bytes += num_bytes
         if event.kind is RepairKind.PREFILLED:
             metrics.prefilled_bytes += num_bytes
@@ -390,21 +446,3 @@ class World:
         self.metrics.samples.append(Sample(self.heap.now, len(self.live), covered, active))
         if self.heap.now < self.settings.duration_s:
             self.heap.after(SAMPLE_EVERY_S, self._sample)
-
-
-def least_held(
-    held: Sequence[LayerRange], num_layers: int, capacity: int, first_layers: Collection[int] | None
-) -> LayerRange:
-    """The same as scheduler.placement.choose_layers, in arrays: a day of churn asks a hundred thousand times."""
-    changes = np.zeros(num_layers + 1, dtype=np.int64)
-    np.add.at(changes, [layers.start for layers in held], 1)
-    np.add.at(changes, [layers.stop for layers in held], -1)
-    sums = np.concatenate(([0], np.cumsum(np.cumsum(changes)[:num_layers])))
-    cuts = np.arange(num_layers + 1) if first_layers is None else np.array(sorted({*first_layers, num_layers}))
-    size = min(capacity, num_layers)
-    stops = cuts[np.searchsorted(cuts, cuts + size, side="right") - 1]
-    is_window = stops > cuts if first_layers is not None else stops - cuts == size
-    starts, stops = cuts[is_window], stops[is_window]
-    means = (sums[stops] - sums[starts]) / (stops - starts)
-    best = np.lexsort((starts, starts - stops, means))[0]
-    return LayerRange(int(starts[best]), int(stops[best]))

@@ -17,7 +17,7 @@ import pytest
 from fusion_node.types import LayerRange, PeerId
 from scheduler.leg_table import Floats
 from scheduler.pipelines import _Budget, _fewest_stages, _largest_first, water_fill
-from scheduler.placement import Move, Policy, Stay, choose_layers, choose_range, digest, kept_layers, place_all
+from scheduler.placement import Move, Policy, Stay, choose_range, digest, kept_layers, place_all
 from scheduler.swarm_rate import MAX_AT_ONCE, Host, SwarmRate, holders_per_layer, windows
 from scheduler.topology import Leg
 from tests.core.placement_swarms import Plane, carried_out, host, moves, random_swarm, work
@@ -161,9 +161,8 @@ def test_nodes_that_join_one_by_one_cover_more_than_by_counting_holders() -> Non
         counted: list[Host] = []
         chosen: list[Host] = []
         for joiner in hosts:
-            held = choose_layers(
-                [h.held for h in counted if h.held], num_layers=12, capacity_layers=joiner.capacity_layers
-            )
+            holders = holders_per_layer([h.held for h in counted], 12)
+            held = min(windows(joiner.capacity_layers, task), key=lambda w: (sum(holders[w.start : w.stop]), w.start))
             counted.append(replace(joiner, held=held))
             chosen.append(replace(joiner, held=choose_range(joiner, chosen, task, plane).layers))
         rate = SwarmRate(hosts, task, plane)

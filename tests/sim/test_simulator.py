@@ -21,13 +21,13 @@ from fusion_node.simulator.devices import DEVICES, MODELS
 from fusion_node.simulator.heap import EventHeap
 from fusion_node.simulator.leases import LeaseBook
 from fusion_node.simulator.network import LINES, Nat, Network, Place, Way
+from fusion_node.simulator.node import FINE_AFTER_S
 from fusion_node.simulator.plots import check_available, write_plots
-from fusion_node.simulator.report import percentiles
+from fusion_node.simulator.report import percentiles, tokens_per_s
 from fusion_node.simulator.settings import Settings, parse_partition
-from fusion_node.simulator.world import World, least_held
-from fusion_node.types import LayerRange, MonotonicS, PeerId
+from fusion_node.simulator.world import FINE_BEFORE_S, NOTICE_S, World
+from fusion_node.types import MonotonicS, PeerId
 from p2p.records import PROTOCOL_VERSION, Lease
-from scheduler.placement import choose_layers
 
 SMALL = Settings(nodes=12, users=1, hours=0.01, model="llama-8b", think_s=2.0, answer_tokens=5.0, membership="modelled")
 
@@ -247,15 +247,102 @@ def test_book_sees_what_is_promised_twice_and_what_ends_early() -> None:
     assert (book.overlaps, book.broken) == (1, 1)
 
 
-@pytest.mark.parametrize("every", [1, 3])
-def test_newcomers_choose_as_the_placement_of_one_node_does(every: int) -> None:
-    chance = random.Random(9)
-    cuts = None if every == 1 else frozenset(range(0, 30, every))
-    for _ in range(200):
-        held = [LayerRange(start, start + chance.randint(1, 8)) for start in (chance.randrange(22) for _ in range(12))]
-        capacity = chance.randint(every, 12)
-        chosen = choose_layers(held, num_layers=30, capacity_layers=capacity, first_layers=cuts)
-        assert least_held(held, 30, capacity, cuts) == chosen
+@pytest.mark.parametrize("every", [1, 4])
+def test_newcomers_take_what_is_missing_and_reckon_with_one_another(every: int) -> None:
+    world = World(dataclasses.replace(SMALL, nodes=24, users=0, mean_lifetime_s=math.inf, stage_layers=every))
+    for node in list(world.live):
+        if node.layers.start < 16:
+            world.kill(node)
+    held = {layer for node in world.live for layer in range(node.layers.start, node.layers.stop)}
+    missing = set(range(16)) - held
+    assert len(missing) > 8
+    joined = [world.join() for _ in range(4)]
+    world.heap.run(10.0)
+    assert not any(node.is_serving for node in joined)
+    world.heap.run(60.0)
+    assert all(node.is_serving for node in joined)
+    taken = [set(range(node.layers.start, node.layers.stop)) for node in joined]
+    assert missing & taken[0]
+    # Not all the same, although all looked before any of them had said what it would take.
+    assert len({frozenset(each) for each in taken}) > 1
+    assert all(node.layers.start % every == 0 for node in joined)
+
+
+def rows_through(rows: bytes, chunks: list[int]) -> bytes:
+    chain, out, at = arithmetic.Chain(), b"", 0
+    for count in chunks:
+        size = count * arithmetic.ROW_BYTES
+        out += chain.forward(rows[at : at + size], arithmetic.Weights(8).of(2, 7))
+        at += size
+    assert len(chain) == sum(chunks)
+    return out
+
+
+def test_rows_are_the_same_in_large_and_in_small_chunks() -> None:
+    tokens = [random.Random(3).randrange(arithmetic.VOCABULARY) for _ in range(100)]
+    rows = b"".join(arithmetic.embed([token]) for token in tokens)
+    assert arithmetic.embed(tokens) == rows
+    assert rows_through(rows, [100]) == rows_through(rows, [1] * 100) == rows_through(rows, [30, 7, 63])
+    assert not arithmetic.is_garbage(rows)
+    assert arithmetic.is_garbage(rows + arithmetic.garbage(1) + rows)
+
+
+# large steps
+
+
+def disturbed(tokens_per_event: int) -> World:
+    world = World(
+        Settings(
+            nodes=30,
+            users=4,
+            hours=0.02,
+            model="llama-8b",
+            seed=2,
+            mean_lifetime_s=900.0,
+            hangs_per_hour=12.0,
+            resets_per_hour=12.0,
+            garbage_share=0.0,
+            liars_share=0.0,
+            think_s=2.0,
+            answer_tokens=300.0,
+            membership="modelled",
+            tokens_per_event=tokens_per_event,
+        )
+    )
+    world.run()
+    return world
+
+
+def test_large_steps_between_faults_take_as_long_and_have_the_same_repairs() -> None:
+    """Answers are as fast, and stalls of the same order; events are some times fewer."""
+    fine, coarse = disturbed(1), disturbed(64)
+    for world in (fine, coarse):
+        assert world.metrics.wrong_tokens == world.metrics.lease_overlaps == world.metrics.broken_leases == 0
+        assert len(world.metrics.stalls) >= 3
+    rates = [statistics.median(tokens_per_s(world.metrics)) for world in (fine, coarse)]
+    assert rates[1] == pytest.approx(rates[0], rel=0.2)
+    stalls = [statistics.median(stall.seconds for stall in world.metrics.stalls) for world in (fine, coarse)]
+    assert stalls[0] / 3 < stalls[1] < 3 * stalls[0]
+    assert coarse.heap.num_events < fine.heap.num_events / 2
+
+
+def test_steps_are_small_around_what_befalls_a_node() -> None:
+    world = World(dataclasses.replace(SMALL, users=0, mean_lifetime_s=math.inf, garbage_share=0.0))
+    node, other = world.live[:2]
+    peers = [node.peer, other.peer]
+    assert world.quiet_s(peers) == NOTICE_S - FINE_BEFORE_S
+    node.due.append(20.0)
+    assert world.quiet_s(peers) == 20.0 - FINE_BEFORE_S
+    assert world.quiet_s([other.peer]) == NOTICE_S - FINE_BEFORE_S
+    world.heap.run(19.5)
+    assert world.quiet_s(peers) == 0.0
+    world.heap.run(30.0)
+    world.freeze(node, 5.0)
+    assert world.quiet_s(peers) == 0.0
+    world.heap.run(35.0 + FINE_AFTER_S - 0.5)
+    assert world.quiet_s(peers) == 0.0
+    world.heap.run(36.0 + FINE_AFTER_S)
+    assert world.quiet_s(peers) > 0.0
 
 
 # settings, reports, the command
