@@ -70,7 +70,7 @@ def train(
         ),
     ] = None,
     prompts: PromptFile = None,
-    tokens: Annotated[int, typer.Option("--tokens", min=200, help="Positions to learn from.")] = 150_000,
+    tokens: Annotated[int, typer.Option("--tokens", min=200, help="Positions to learn from.")] = 200_000,
     epochs: Annotated[float, typer.Option("--epochs", help="Passes over them.")] = 6.0,
     answer_tokens: AnswerTokens = 160,
     batch: BatchSize = 48,
@@ -148,7 +148,9 @@ def train(
             # Also to a log that is no terminal, where no bar is drawn.
             console.print(f"{what}: {data.num_learnt} positions in {len(data)} texts")
     recorded = time.monotonic()
-    trainer = Trainer(target, train_data, held_data, settings, work, model_id=stored.model_id)
+    with _bars(console) as bars:
+        bars.add_task("Closed form", total=None)
+        trainer = Trainer(target, train_data, held_data, settings, work, model_id=stored.model_id)
     head = _train(trainer, console)
     head.save(out)
     if not keep_data:

@@ -73,12 +73,16 @@ class Boundary:
         rows: torch.Tensor = self._front(input_ids=ids, use_cache=False).last_hidden_state[0]
         return rows
 
-    @torch.inference_mode()
     def logits(self, rows_TD: torch.Tensor) -> npt.NDArray[np.float32]:
         """Logits ``[T, V]`` in float32 of rows that the last stage returned."""
+        return self.logits_there(rows_TD).cpu().numpy()
+
+    @torch.inference_mode()
+    def logits_there(self, rows_TD: torch.Tensor) -> torch.Tensor:
+        """The same, left on the device."""
         rows = rows_TD.to(device=self.device, dtype=self.numerics.dtype)
         logits: torch.Tensor = self._back(inputs_embeds=rows.unsqueeze(0), use_cache=False).logits[0]
-        return logits.float().cpu().numpy()
+        return logits.float()
 
     @torch.inference_mode()
     def norm(self, rows_TD: torch.Tensor) -> torch.Tensor:

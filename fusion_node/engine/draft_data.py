@@ -310,16 +310,18 @@ def _choose(
     """Per lane the next token (None for given text), and per row the most probable tokens with their probabilities."""
     packed, lengths = torch.cat(list(rows)), [len(row) for row in rows]
     temperatures = torch.tensor([lane.job.temperature for lane in lanes]).repeat_interleave(torch.tensor(lengths))
-    uniform = torch.tensor([_uniform(seed, lane) for lane in lanes]).repeat_interleave(torch.tensor(lengths))
+    uniform = torch.tensor([_uniform(seed, lane) for lane in lanes], dtype=torch.float64).repeat_interleave(
+        torch.tensor(lengths)
+    )
     chosen, ids, probabilities = [], [], []
     for first in range(0, len(packed), _LOGIT_ROWS):
         part = slice(first, first + _LOGIT_ROWS)
-        logits_RV = torch.from_numpy(target.boundary.logits(packed[part]))
+        logits_RV = target.boundary.logits_there(packed[part])
         top = torch.softmax(logits_RV, dim=-1).topk(min(NUM_TOP, logits_RV.shape[1]))
-        pad = NUM_TOP - top.indices.shape[1]
-        ids.append(torch.nn.functional.pad(top.indices.int(), (0, pad)))
-        probabilities.append(torch.nn.functional.pad(top.values.half(), (0, pad)))
         chosen.append(_sampled(logits_RV, temperatures[part], uniform[part], top.indices[:, 0]))
+        pad = (0, NUM_TOP - top.indices.shape[1])
+        ids.append(torch.nn.functional.pad(top.indices.int().cpu(), pad))
+        probabilities.append(torch.nn.functional.pad(top.values.half().cpu(), pad))
     all_chosen, all_ids, all_probabilities = torch.cat(chosen), torch.cat(ids), torch.cat(probabilities)
     last = zip(lanes, torch.split(all_chosen, lengths), strict=True)
     next_ids = [int(chosen[-1]) if lane.job.num_new else None for lane, chosen in last]
@@ -329,12 +331,18 @@ def _choose(
 def _sampled(
     logits_RV: torch.Tensor, temperatures_R: torch.Tensor, uniform_R: torch.Tensor, best_R: torch.Tensor
 ) -> torch.Tensor:
-    """Inverse of the distribution function at the temperature; the best one at 0."""
-    chosen = best_R.clone()
-    for row in torch.nonzero(temperatures_R > 0).flatten().tolist():
-        total = torch.softmax(logits_RV[row] / temperatures_R[row], dim=-1).double().cumsum(-1)
-        place = torch.searchsorted(total, uniform_R[row].double() * total[-1], right=True)
-        chosen[row] = place.clamp(max=len(total) - 1)
+    """Inverse of the distribution function at the temperature; the best one at 0. On the CPU."""
+    chosen = best_R.cpu().clone()
+    drawn = torch.nonzero(temperatures_R > 0).flatten()
+    if len(drawn):
+        there = drawn.to(logits_RV.device)
+        shares = torch.softmax(logits_RV[there] / temperatures_R[drawn].to(logits_RV)[:, None], dim=-1)
+        if shares.device.type == "mps":
+            shares = shares.cpu()  # it has no float64, in which alone so many add up to 1
+        total = shares.double().cumsum(-1)
+        goals = uniform_R[drawn].to(total)[:, None] * total[:, -1:]
+        places = torch.searchsorted(total, goals, right=True).clamp(max=total.shape[1] - 1)
+        chosen[drawn] = places[:, 0].cpu()
     return chosen
 
 

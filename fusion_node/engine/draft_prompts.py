@@ -85,7 +85,8 @@ _FORMS: tuple[str, ...] = (
     "What is the most common problem with {}, and how is it solved?",
 )
 
-_FORMS_PER_SUBJECT = 4
+_FORMS_PER_SUBJECT = 8
+"""So that the first hundred thousand positions of a small model are answers to different questions."""
 
 _TASKS: tuple[tuple[str, str], ...] = (
     ("python", "Write a Python function that returns the largest number in a list, and explain it."),
@@ -254,7 +255,7 @@ _HELD_OUT_COPY: tuple[tuple[str, str], ...] = (
 
 
 def training_prompts() -> list[Prompt]:
-    """All prompts for training, about 600, always in the same order: neighbours have different topics and forms."""
+    """All prompts for training, about 1,100, always in the same order: neighbours have different topics and forms."""
     asked = [
         Prompt(subject, _FORMS[(place * 7 + part * 11) % len(_FORMS)].format(subject))
         for part in range(_FORMS_PER_SUBJECT)

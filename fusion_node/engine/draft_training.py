@@ -183,11 +183,15 @@ class Trainer:
         self._num_worse = 0
         self._plan = list(self._steps())
         self.num_steps = len(self._plan)
-        self.head = self._begin()
+        checkpoint = self._checkpoint()
+        self.head = self._begin() if checkpoint is None else self._blank()
         self._best_state = {name: t.clone() for name, t in self.head.state_dict().items()}
         self._optimizer = torch.optim.AdamW(self._groups(), betas=(0.9, 0.95))
+        self.resumed_at: int | None = None
+        if checkpoint is not None:
+            self._resume(*checkpoint)
+            self.resumed_at = self.step
         self._head_WD, self._to_draft_V = draft_maps(self.head, self._boundary)
-        self.resumed_at = self._resume()
 
     def run(self, on_step: Callable[[int, float], None], on_measured: Callable[[Measured], None]) -> TrainedHead:
         """Trains to the end, or until it does not get better.
@@ -228,6 +232,16 @@ class Trainer:
 
         solve_linear_maps(head, self._boundary, batches, ridge=settings.ridge)
         calibrate(head, self._boundary, self._held_out)
+        return head
+
+    def _blank(self) -> TrainedHead:
+        """For the values of a checkpoint."""
+        num_tokens = min(self.settings.draft_vocab, self._target.vocab_size)
+        head = new_head(self._target, torch.arange(num_tokens), model_id=self._model_id, seed=0)
+        for linear in (head.fc, head.fc_next):
+            size = linear.in_features
+            standardised = Standardised(torch.zeros(size), torch.ones(size), linear).to(self._target.device)
+            setattr(head, "fc" if linear is head.fc else "fc_next", standardised)
         return head
 
     def _folded(self) -> TrainedHead:
@@ -345,31 +359,40 @@ class Trainer:
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"cannot write the checkpoint {self._path}: {error}") from error
 
-    def _resume(self) -> int | None:
-        """The step of the checkpoint that was taken up; None when there is none of this training."""
+    def _checkpoint(self) -> tuple[_State, dict[str, torch.Tensor]] | None:
+        """What was saved; None when there is nothing of this training.
+
+        Raises:
+            StoreCorrupted: it cannot be read.
+        """
         if not self._path.exists():
             return None
         try:
             with safe_open(self._path, "pt") as file:
                 state = msgspec.json.decode(file.metadata()["state"], type=_State)
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            if state.of != self._identity():
-                return None
-            self.head.load_state_dict({n: tensors[f"now.{n}"] for n in self.head.state_dict()})
-            self._best_state = {n: tensors[f"best.{n}"].to(self._target.device) for n in self.head.state_dict()}
-        except (OSError, KeyError, TypeError, RuntimeError, SafetensorError, msgspec.MsgspecError) as error:
-            raise StoreCorrupted(f"{self._path} is damaged: remove it, and the training begins anew") from error
+                if state.of != self._identity():
+                    return None
+                return state, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except (OSError, KeyError, TypeError, SafetensorError, msgspec.MsgspecError) as error:
+            raise self._damaged() from error
+
+    def _resume(self, state: _State, tensors: dict[str, torch.Tensor]) -> None:
+        device = self._target.device
+        try:
+            self.head.load_state_dict({name: tensors[f"now.{name}"] for name in self.head.state_dict()})
+            self._best_state = {name: tensors[f"best.{name}"].to(device) for name in self.head.state_dict()}
+        except (KeyError, RuntimeError) as error:
+            raise self._damaged() from error
         for name, parameter in self.head.named_parameters():
-            found = {key: tensors.get(f"{key}.{name}") for key in ("step", "exp_avg", "exp_avg_sq")}
-            if all(value is not None for value in found.values()):
-                device = {"step": torch.device("cpu")}
-                self._optimizer.state[parameter] = {
-                    key: value.to(device.get(key, parameter.device))
-                    for key, value in found.items()
-                    if value is not None
-                }
+            moments = {key: tensors.get(f"{key}.{name}") for key in ("step", "exp_avg", "exp_avg_sq")}
+            found = {key: value for key, value in moments.items() if value is not None}
+            if found:
+                # The count of steps stays on the CPU, as the optimizer has it.
+                self._optimizer.state[parameter] = {k: v if k == "step" else v.to(device) for k, v in found.items()}
         self.step, self._num_worse, self.best = state.step, state.num_worse, state.best
-        return state.step
+
+    def _damaged(self) -> StoreCorrupted:
+        return StoreCorrupted(f"{self._path} is damaged: remove it, and the training begins anew")
 
 
 class _State(msgspec.Struct, frozen=True):

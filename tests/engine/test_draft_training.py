@@ -255,6 +255,17 @@ def test_training_lowers_the_loss_and_raises_acceptance(
     assert measured[0].acceptance.top1[0] > 0.1
 
 
+@pytest.mark.parametrize("model_type", ["qwen3", "gemma3_text", "phi3", "deepseek_v3"])
+def test_a_head_is_trained_for_layers_that_are_not_those_of_llama(model_type: str, tmp_path: Path) -> None:
+    target = DraftTarget.load(tiny_model(model_type), numerics=FP32, device=CPU)
+    texts = list(record(target, jobs(0, 9, num_new=10, temperature=0.5), batch_size=9, max_tokens=24))
+    data = filled(tmp_path / "train", target, texts[:6]), filled(tmp_path / "held-out", target, texts[6:])
+    head, _, losses = train(target, data, tmp_path, settings=msgspec.structs.replace(SETTINGS, epochs=2))
+    assert losses[-1] < losses[0]
+    head.save(tmp_path / "head")
+    assert TrainedHead.load(tmp_path / "head").config.feature_layers == (2, 5, 7)
+
+
 def test_a_training_that_goes_on_after_a_kill_ends_with_the_same_weights(
     target: DraftTarget, data: tuple[DraftData, DraftData], tmp_path: Path
 ) -> None:
