@@ -154,6 +154,7 @@ class Mover:
         self._unix_clock = unix_clock
         self._rng = secrets.SystemRandom()
         self._ordered: asyncio.Queue[LayerRange] = asyncio.Queue(maxsize=1)
+        self._going_to: LayerRange | None = None
 
     async def run(self) -> None:
         """Until cancelled."""
@@ -179,19 +180,22 @@ class Mover:
         return decision
 
     async def take(self, source: PeerId, message: Assign) -> Assigned:
-        """An assignment has come: obeyed from now on, or refused with the reason."""
+        """An assignment has come: obeyed from now on, or refused with the reason.
+
+        It counts instead of an earlier one that is not carried out yet, and after one that is being carried out.
+        """
         view = await self._lookout.look()
         own = self._node.as_host()
         answer = self._desk.receive(
             message.assignment, source=source, own=own, others=view.hosts, now=UnixS(self._unix_clock())
         )
-        if isinstance(answer, LayerRange) and answer != own.held and self._ordered.full():
-            answer = "this node is already about to go over to other layers"
         if isinstance(answer, str):
             log.info("assignment refused", scheduler=short(source), reason=answer)
             return Assigned(message.number, answer)
         log.info("assignment taken", scheduler=short(source), layers=str(answer))
-        if answer != own.held:
+        if self._ordered.full():
+            self._ordered.get_nowait()
+        if answer != (self._going_to or self._node.as_host().held):
             self._ordered.put_nowait(answer)
         return Assigned(message.number)
 
@@ -212,6 +216,7 @@ class Mover:
                     return False
                 await asyncio.sleep(DROP_RETRY_S)
 
+        self._going_to = layers
         try:
             await self._node.intend(layers)
             if not await self._node.go_over(layers, may):
@@ -221,6 +226,7 @@ class Mover:
                 raise
             log.warning("stays: other layers could not be loaded", wanted=str(layers), reason=str(error))
         finally:
+            self._going_to = None
             await self._node.intend(None)
 
     def _are_missing(self) -> bool:
