@@ -44,6 +44,9 @@ MAX_LOSS_SHARE = 0.015
 """Of the time that follows: what trying a mode that turns out slower than plain decode may cost. Half of what is
 promised, 3 %, since tokens come in lumps."""
 
+MIN_STEP_S = 1e-6
+"""A step that took less was not measured: two events at the same reading of a clock."""
+
 MIN_SPELL_TOKENS = 8
 MIN_SPELL_ROUND_TRIPS = 3.0
 """A mode is judged by no less."""
@@ -299,6 +302,7 @@ class ModePolicy:
         self._spell_tokens = 0
         self._tokens_since_switch = 0
         self._plain_checked_at = 0
+        self._num_guesses = 0
         self._tried_at: dict[Mode, int] = {}
 
     def rate(self, mode: Mode) -> float | None:
@@ -308,7 +312,8 @@ class ModePolicy:
         return self._measured[mode].rate
 
     def plain_step(self, seconds: float) -> None:
-        """A row that met no other of this session has come back after so long."""
+        """A row that met no other of this session would have come back after so long."""
+        seconds = max(seconds, MIN_STEP_S)
         self.plain_s = seconds if self.plain_s is None else 0.75 * self.plain_s + 0.25 * seconds
 
     def chain_cost(self, *, draft_s: float, price_s: float) -> None:
@@ -317,7 +322,8 @@ class ModePolicy:
 
     def drafted(self, *, is_right: bool) -> None:
         """A token was committed for whose place there had been candidates: whether it was the first of them."""
-        self.acceptance += (is_right - self.acceptance) / SPELL_TOKENS
+        self._num_guesses += 1
+        self.acceptance += (is_right - self.acceptance) / min(SPELL_TOKENS, self._num_guesses + 2)
 
     def committed(self, *, now: MonotonicS) -> None:
         """One more token was."""

@@ -23,6 +23,7 @@ late.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,11 +34,18 @@ from fusion_node.errors import LocalProtocolError
 from fusion_node.types import MonotonicS
 from scheduler.speculation import LEAST_PROBABILITY, Mode, ModePolicy, least_worth
 
-MAX_IN_FLIGHT = 256
-"""Rows uncommitted at the stages. Twice as many bring 5 % at round trips of 100 ms, and hold twice the KV."""
+MAX_IN_FLIGHT = 384
+"""Rows uncommitted at the stages. 256 cost 2 % of the speed at round trips of 100 ms, 512 bring nothing more."""
 
-FRAME_ROWS = 32
-"""Of a frame. More rows raise the latency of everything behind them by more than they bring (docs/speculation.md)."""
+FIRST_IN_FLIGHT = 32
+"""Until a stage has said what a row costs: many who begin at once must not bury a ring under what is worth nothing."""
+
+FRAME_ROWS = 16
+FRAME_LATENCY_S = 0.1
+MIN_FRAME_ROWS, MAX_FRAME_ROWS = 12, 32
+"""Of a frame: so many at so long a ring latency, and more as the square root of it. More rows add to the latency of
+all that comes behind, which is the less of it the longer it is: at 65 ms 16 rows bring 4 % more than 24, at 290 ms 2 %
+less."""
 
 SLOW_FRAME_ROWS = 4
 """Of a frame where the wire is slower than the stages: the first rows leave before the last are there."""
@@ -45,8 +53,12 @@ SLOW_FRAME_ROWS = 4
 SLOW_WIRE_ROWS = 16
 """A wire is slow that takes longer for so many rows than the slowest stage for a pass."""
 
-EXPAND_NODES = 8
-"""Nodes of one forward of the drafter: as many cost hardly more than one, and more bring nothing."""
+EXPAND_NODES = (16, 8, 4, 2, 1)
+MAX_EXPAND_RATIO = 1.5
+"""Nodes of one forward of the drafter: the most that take no longer than so many times one. On a GPU all 16 do, which
+bring 2 % more than 8; a drafter whose time goes by nodes is asked for few at a time, or else its answer is late."""
+
+FIRST_EXPAND_NODES = 8
 
 WIDTH = 8
 """Candidates per node."""
@@ -63,6 +75,20 @@ MAX_PACE_S = 1.0
 MAX_PRICE_S = 0.05
 """Of one row on one stage: what a slow CPU takes with a dozen sessions waiting. A stage that claims more is not
 believed; it can make its users send little, never nothing."""
+
+IDLE_SHARE = 0.25
+BUSY_SHARE = 0.75
+"""Of a row's price that a node must be worth: of what a row costs while nobody else waits, and of what it costs others
+beyond that. The first is small because most rows fill passes that would have been made anyway: at four times of it the
+speed of one user falls by 5 %. Less of the second has 48 users of a ring send three times the rows, for no more
+tokens."""
+
+DRAFT_SHARE = 0.2
+"""Of the probability from which on nodes are sent, that they must have to be drafted from: they become five times as
+probable within a few tokens, or never."""
+
+SEND_AHEAD_S = 0.0005
+"""How long before a pass is expected to begin a frame is to be there: who comes just after it waits for all of it."""
 
 RATE_TOKENS = 24
 """Over which the tokens per second are averaged that a row's price is compared with."""
@@ -146,10 +172,12 @@ class CancelDead:
 
     Attributes:
         root: id of a committed node. Nodes that neither lead to it nor descend from it are dead.
-        is_leaf: so are the nodes sent before this that descend from it.
+        last_node: the highest id sent before this.
+        is_leaf: nodes up to that one which descend from the root are dead too.
     """
 
     root: int
+    last_node: int
     is_leaf: bool
 
 
@@ -208,21 +236,21 @@ class _SentFrame:
     is_alone: bool
 
 
-class _PassTime:
-    """Seconds of a stage's pass by the rows of our frame in it: a line through what was measured, lately above all."""
+class _TimeByRows:
+    """Seconds of a pass by its rows: a line through what was measured, lately above all."""
 
     def __init__(self) -> None:
         self._rows = self._seconds = self._rows2 = self._product = 0.0
-        self._is_known = False
+        self.is_known = False
 
     def learn(self, num_rows: int, seconds: float) -> None:
         seconds = min(max(seconds, 0.0), MAX_PACE_S)
         new = (float(num_rows), seconds, float(num_rows * num_rows), num_rows * seconds)
         old = (self._rows, self._seconds, self._rows2, self._product)
-        if self._is_known:
+        if self.is_known:
             new = tuple(o + _WEIGHT * (n - o) for o, n in zip(old, new, strict=True))  # type: ignore[assignment]
         self._rows, self._seconds, self._rows2, self._product = new
-        self._is_known = True
+        self.is_known = True
 
     def predict(self, num_rows: int) -> float:
         variance = self._rows2 - self._rows**2
@@ -230,6 +258,10 @@ class _PassTime:
             return self._seconds
         slope = min(max((self._product - self._rows * self._seconds) / variance, 0.0), self._seconds / self._rows)
         return max(0.0, self._seconds + slope * (num_rows - self._rows))
+
+
+def _believed(price_s: float) -> float:
+    return min(max(0.0, price_s), MAX_PRICE_S)
 
 
 class SpeculationCore:
@@ -295,13 +327,17 @@ class SpeculationCore:
         """Live in it."""
         self._in_flight: dict[int, TreeNode] = {}
         self._frames: dict[int, _SentFrame] = {}
-        self._next_send_at = MonotonicS(0.0)
+        self._pass_ends_at = MonotonicS(0.0)
+        """When the pass that the last frame but those of ``_waiting_rows`` is in ends, less the time to the stage."""
+        self._waiting_rows = 0
         self._num_expanded = 0
         self._expanding: list[TreeNode] | None = None
         self._expanded_at = MonotonicS(0.0)
-        self._draft_s: float | None = None
-        self._passes: list[_PassTime] = []
+        self._draft_time = _TimeByRows()
+        self._passes: list[_TimeByRows] = []
         self._prices: list[float] = []
+        self._least_prices: list[float] = []
+        """What a row costs while nobody else waits, as far as was seen."""
         self._uplink_row_s = 0.0
         self._commit_times: deque[MonotonicS] = deque(maxlen=RATE_TOKENS + 1)
         self._events: deque[SpeculationEvent] = deque()
@@ -354,7 +390,7 @@ class SpeculationCore:
             self._policy.drafted(is_right=before.guess == token)
             self.stats.num_candidates += 1
             self.stats.num_first += before.guess == token
-        root, _ = self._tree.advance(token)
+        root = self._tree.advance(token)
         self._committed.append((token, root.id))
         self.stats.num_tokens += 1
         self.stats.num_corrections += root.state is NodeState.UNSENT
@@ -375,17 +411,17 @@ class SpeculationCore:
     def drafted(self, number: int, candidates: Sequence[Sequence[tuple[int, float, str]]], *, now: MonotonicS) -> None:
         """The answer to Expand: per path tokens with their calibrated probabilities and sources, best first."""
         nodes = self._end_expansion(number)
-        taken = now - self._expanded_at
-        self._draft_s = taken if self._draft_s is None else self._draft_s + _WEIGHT * (taken - self._draft_s)
+        self._draft_time.learn(len(nodes), now - self._expanded_at)
         for node, found in zip(nodes, candidates, strict=True):
             if not node.is_live:
                 continue
+            if found:
+                node.guess = found[0][0]
+            if node.position + 2 >= self._stop_position:
+                continue  # what follows ends the answer, whatever it is, and its row is of no use
             total = max(1.0, sum(probability for _, probability, _ in found))
-            for token, probability, _ in found:
-                if node.guess is None:
-                    node.guess = token
-                if token not in self._stop_tokens and node.position + 2 < self._stop_position:
-                    self._tree.add(node, token, probability / total)
+            by_token = {t: p / total for t, p, _ in reversed(found) if t not in self._stop_tokens}
+            self._tree.expand(node, list(by_token.items()))
         self._go(now)
 
     def not_drafted(self, number: int, *, is_final: bool, now: MonotonicS) -> None:
@@ -405,11 +441,14 @@ class SpeculationCore:
         self._is_paused = True
         self._policy.paused()
 
-    def restart(self, num_committed: int, *, next_sequence: int, now: MonotonicS) -> None:
+    def restart(self, num_committed: int, *, next_sequence: int, now: MonotonicS) -> bool:
         """The stages hold the first positions of prompt and answer, node of position p being p + 1, and nothing else.
 
-        Everything else that is live is sent again. Where the last committed token is among these positions and its row
-        has not come back, it comes as that of its node.
+        Everything else that is live is sent again.
+
+        Returns:
+            Whether the row of node ``num_committed`` is awaited: it is the last committed one, and its row has not come
+            back. The shell sees to it that it does.
 
         Raises:
             LocalProtocolError: so many were not committed, or the prompt is not among them.
@@ -423,7 +462,7 @@ class SpeculationCore:
         self._log_live.clear()
         self._last_id = self._log_positions = num_committed
         self._next_sequence = next_sequence
-        self._next_send_at = now
+        self._pass_ends_at, self._waiting_rows = now, 0
         self._num_resend = max(0, root.position - num_committed)
         kept = num_committed - self._first_committed
         self._committed = [
@@ -436,6 +475,7 @@ class SpeculationCore:
             self._expect_root(num_committed)
         self._tree.unsend()
         self._go(now)
+        return bool(self._in_flight.get(num_committed) is root)
 
     def committed_ids(self, first_position: int) -> tuple[int, ...]:
         """Ids of the committed nodes from a position on, up to the first that was not sent."""
@@ -456,6 +496,12 @@ class SpeculationCore:
     def get_timer(self) -> MonotonicS | None:
         """When handle_timer is due."""
         return self._next_send_at if self._may_send_more() else None
+
+    @property
+    def _next_send_at(self) -> MonotonicS:
+        """So that a frame is there shortly before the next pass begins."""
+        ahead = self._pass_s(self._waiting_rows) if self._waiting_rows else 0.0
+        return MonotonicS(self._pass_ends_at + ahead - SEND_AHEAD_S)
 
     def handle_timer(self, *, now: MonotonicS) -> None:
         """May be called late, never early."""
@@ -495,29 +541,32 @@ class SpeculationCore:
         if all(node.is_live for node in self._in_flight.values()):
             return
         if root.id:
-            self._events.append(CancelDead(root.id, is_leaf=False))
+            self._events.append(CancelDead(root.id, self._last_id, is_leaf=False))
         elif before.id:
-            self._events.append(CancelDead(before.id, is_leaf=True))
+            self._events.append(CancelDead(before.id, self._last_id, is_leaf=True))
 
     def _measure(self, sequence: int, costs: Sequence[StageCost], now: MonotonicS) -> None:
+        if len(costs) != len(self._passes):
+            self._passes = [_TimeByRows() for _ in costs]
+            self._prices = [_believed(cost.price_s) for cost in costs]
+            self._least_prices = list(self._prices)
+        for index, cost in enumerate(costs):
+            price = _believed(cost.price_s)
+            self._prices[index] += _WEIGHT * (price - self._prices[index])
+            self._least_prices[index] = min(self._least_prices[index], price)
+        stats = self.stats
+        stats.price_s = sum(self._prices) + self._uplink_row_s
+        if self._draft_time.is_known:
+            self._policy.chain_cost(draft_s=self._draft_time.predict(1), price_s=stats.price_s)
         sent = self._frames.pop(sequence, None)
         if sent is None:
-            return
+            return  # the prompt's, which says nothing of how long a frame takes
+        for passes, cost in zip(self._passes, costs, strict=True):
+            passes.learn(sent.num_rows, cost.pass_s)
         took = now - sent.sent_at
-        stats = self.stats
         stats.latency_s = took if not stats.latency_s else stats.latency_s + _WEIGHT * (took - stats.latency_s)
         if sent.is_alone:
-            self._policy.plain_step(took)
-        if len(costs) != len(self._passes):
-            self._passes = [_PassTime() for _ in costs]
-            self._prices = [min(max(0.0, cost.price_s), MAX_PRICE_S) for cost in costs]
-        for index, cost in enumerate(costs):
-            self._passes[index].learn(sent.num_rows, cost.pass_s)
-            price = min(max(0.0, cost.price_s), MAX_PRICE_S)
-            self._prices[index] += _WEIGHT * (price - self._prices[index])
-        stats.price_s = sum(self._prices) + self._uplink_row_s
-        if self._draft_s is not None:
-            self._policy.chain_cost(draft_s=self._draft_s, price_s=stats.price_s)
+            self._policy.plain_step(max(took / 2, took - (sent.num_rows - 1) * stats.price_s))
 
     # sending
 
@@ -535,8 +584,7 @@ class SpeculationCore:
         """Whether a frame is only waiting for its time."""
         if not self._may_send or self._decision.mode is not Mode.TREE or self._room() < 1:
             return False
-        node = self._tree.peek_unsent()
-        return node is not None and self._tree.probability(node) >= self.stats.least
+        return self._tree.best_unsent() >= self.stats.least
 
     def _send(self, now: MonotonicS) -> bool:
         root = self._tree.root
@@ -553,10 +601,10 @@ class SpeculationCore:
         if not nodes:
             return False
         self._emit(nodes, now)
-        return self._decision.mode is Mode.TREE and self._next_send_at <= now
+        return False
 
     def _most_probable(self, now: MonotonicS) -> list[TreeNode]:
-        least = self.stats.least = least_worth(self._rate(now), self.stats.price_s)
+        least = self.stats.least = least_worth(self._rate(now), self._delay_s())
         nodes: list[TreeNode] = []
         root = self._tree.root
         if root.state is NodeState.UNSENT:
@@ -569,11 +617,16 @@ class SpeculationCore:
             room -= 1
         return nodes
 
+    def _delay_s(self) -> float:
+        """By how much a row delays what is committed, here and elsewhere."""
+        idle_s = sum(self._least_prices)
+        return IDLE_SHARE * (idle_s + self._uplink_row_s) + BUSY_SHARE * (sum(self._prices) - idle_s)
+
     def _chain(self) -> list[TreeNode]:
         nodes = [self._tree.root]
         room = min(self._decision.chain_length, self._room())
-        while room > 0 and nodes[-1].children:
-            nodes.append(max(nodes[-1].children.values(), key=lambda child: child.log_p))
+        while room > 0 and (child := self._tree.best_child(nodes[-1])) is not None:
+            nodes.append(child)
             room -= 1
         return nodes
 
@@ -584,24 +637,28 @@ class SpeculationCore:
     def _chain_tip(self) -> TreeNode | None:
         """Where a chain that is too short is to be continued; None where it is long enough or cannot be."""
         node, depth = self._tree.root, 0
-        while node.children and depth < self._decision.chain_length:
-            node, depth = max(node.children.values(), key=lambda child: child.log_p), depth + 1
+        while depth < self._decision.chain_length and (child := self._tree.best_child(node)) is not None:
+            node, depth = child, depth + 1
         return node if depth < self._decision.chain_length and not node.is_expanded else None
 
     def _room(self) -> int:
         """Rows that may be sent on a guess, one being kept free for what is known."""
         num_live = sum(node.is_live for node in self._log_live)
         slots = self._log_positions + len(self._log_live) + self._num_resend
-        return min(self._max_in_flight - num_live, self._max_positions - 2 - slots)
+        most = self._max_in_flight if self._prices else min(self._max_in_flight, FIRST_IN_FLIGHT)
+        return min(most - num_live, self._max_positions - 2 - slots)
 
     def _frame_rows(self) -> int:
-        return SLOW_FRAME_ROWS if self._is_wire_slow() else FRAME_ROWS
+        if self._is_wire_slow():
+            return SLOW_FRAME_ROWS
+        rows = FRAME_ROWS * math.sqrt(self.stats.latency_s / FRAME_LATENCY_S)
+        return min(MAX_FRAME_ROWS, max(MIN_FRAME_ROWS, round(rows)))
 
     def _is_wire_slow(self) -> bool:
         return SLOW_WIRE_ROWS * self._uplink_row_s > self._pass_s(1)
 
     def _pass_s(self, num_rows: int) -> float:
-        return max((each.predict(num_rows) for each in self._passes), default=FIRST_PACE_S)
+        return max((each.predict(num_rows) for each in self._passes if each.is_known), default=FIRST_PACE_S)
 
     def _emit(self, nodes: list[TreeNode], now: MonotonicS) -> None:
         root = self._tree.root
@@ -618,7 +675,7 @@ class SpeculationCore:
             parents.append(parent_id)
             positions.append(node.position)
         want = tuple(node.id for node in nodes if node.row is None)
-        is_alone = not self._in_flight and len(tokens) == 1
+        is_alone = not self._in_flight
         self._in_flight.update((node.id, node) for node in nodes if node.row is None)
         has_advanced = root.position >= self._log_positions
         self._log_live += nodes
@@ -629,7 +686,7 @@ class SpeculationCore:
         frame = Frame(self._next_sequence, first_node, tuple(tokens), tuple(parents), tuple(positions), advance, want)
         self._frames[self._next_sequence] = _SentFrame(now, len(tokens), is_alone)
         self._next_sequence += 1
-        self._next_send_at = MonotonicS(now + self._pace_s(len(tokens)))
+        self._note_pass(len(tokens), now)
         self.stats.num_frames += 1
         self.stats.num_rows += len(tokens)
         self._events.append(frame)
@@ -650,6 +707,15 @@ class SpeculationCore:
         if position < self._first_committed:
             return position + 1
         return self._committed[position - self._first_committed][1]
+
+    def _note_pass(self, num_rows: int, now: MonotonicS) -> None:
+        if self._waiting_rows and now >= self._pass_ends_at:
+            self._pass_ends_at = MonotonicS(self._pass_ends_at + self._pace_s(self._waiting_rows))
+            self._waiting_rows = 0
+        if now >= self._pass_ends_at:
+            self._pass_ends_at = MonotonicS(now + self._pace_s(num_rows))
+        else:
+            self._waiting_rows += num_rows
 
     def _pace_s(self, num_rows: int) -> float:
         return max(self._pass_s(num_rows), num_rows * self._uplink_row_s)
@@ -674,9 +740,10 @@ class SpeculationCore:
                     tip.is_expanded = True
                     nodes = [tip]
             case Mode.TREE:
-                room = MAX_TREE_NODES - self._tree.num_live
-                while room > 0 and len(nodes) < EXPAND_NODES:
-                    node = self._tree.pop_unexpanded(LEAST_PROBABILITY)
+                room, most = MAX_TREE_NODES - self._tree.num_live, self._nodes_per_draft()
+                least = max(LEAST_PROBABILITY, DRAFT_SHARE * self.stats.least)
+                while room > 0 and len(nodes) < most:
+                    node = self._tree.pop_unexpanded(least)
                     if node is None:
                         break
                     nodes.append(node)
@@ -689,6 +756,12 @@ class SpeculationCore:
         self.stats.num_drafts += 1
         paths = tuple(self._tree.path(node) for node in nodes)
         self._events.append(Expand(self._num_expanded, self._tree.root.position + 1, paths, WIDTH))
+
+    def _nodes_per_draft(self) -> int:
+        if not self._draft_time.is_known:
+            return FIRST_EXPAND_NODES
+        longest = MAX_EXPAND_RATIO * self._draft_time.predict(1)
+        return next((num for num in EXPAND_NODES if self._draft_time.predict(num) <= longest), 1)
 
     def _end_expansion(self, number: int) -> list[TreeNode]:
         if self._expanding is None or number != self._num_expanded:

@@ -1,14 +1,15 @@
 """The user's tree of tokens: what is committed, what is on its way through the stages, and what may be sent next.
 
-Guarantees: the root is the last committed token; every live node descends from it; a node leaves ``pop_unsent`` and
-``pop_unexpanded`` at most once until it is put back, the most probable first and no child before its parent. What dies
-when the root moves is never handed out again. Each node is visited once when it dies, so that the cost of a token does
-not grow with the size of the tree.
+Guarantees: the root is the last committed token; every live node descends from it; ``pop_unsent`` and
+``pop_unexpanded`` hand a node out once, unless it is put back, the most probable first and no child before its parent.
+What has died when the root moved is never handed out. The cost of a token grows with the nodes that are handed out, not
+with those that might be: a candidate becomes a node when its turn comes.
 
 Assumes: one caller; probabilities are those of a token given its parent.
 
 States of a node: UNSENT, SENT (it has an id and its row is awaited), RETURNED (its row is there), each live or dead;
-and apart from that expanded or not. No timers. Source: docs/speculation.md.
+and apart from that expanded or not. No timers. Source: docs/speculation.md; candidates in turn as in the enumeration of
+the k best paths by Huang & Chiang, "Better k-best parsing", 2005, §4.3.
 """
 
 from __future__ import annotations
@@ -16,12 +17,15 @@ from __future__ import annotations
 import enum
 import heapq
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 MIN_PROBABILITY = 1e-9
 """Below it a logarithm is of no use to an order."""
+
+_probability = itemgetter(1)
 
 _MIN_GARBAGE = 256
 """Dead entries that a heap may hold before it is built anew."""
@@ -42,7 +46,8 @@ class TreeNode:
         log_p: of the path from the first root there ever was; only differences mean anything.
         id: by which the stages know it; 0 unless it was sent.
         row: what came back for it.
-        guess: the first of the candidates for what follows it.
+        candidates: for what follows, each with its probability given this node, best first. Some are children already.
+        guess: the first token that was proposed for what follows, whether or not it is a candidate.
     """
 
     token: int
@@ -54,37 +59,68 @@ class TreeNode:
     is_live: bool = True
     is_expanded: bool = False
     row: Any = field(default=None, repr=False)
+    candidates: tuple[tuple[int, float], ...] = field(default=(), repr=False)
     guess: int | None = None
     children: dict[int, TreeNode] = field(default_factory=dict, repr=False)
 
 
 class _Heap:
-    """Nodes, the most probable first; of two alike the one that came first. What is not due stays until it surfaces."""
+    """Nodes that are due, the most probable first, of two alike the one above, and then the one that came first.
+
+    Of a node's candidates only the best that was not handed out yet is in it.
+    """
 
     def __init__(self, is_due: Callable[[TreeNode], bool]) -> None:
         self._is_due = is_due
-        self._entries: list[tuple[float, int, TreeNode]] = []
+        self._entries: list[tuple[float, int, int, TreeNode, int | None]] = []
+        """Order, and a node, or a parent and which of its candidates."""
         self._num_pushed = 0
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def push(self, node: TreeNode) -> None:
-        self._num_pushed += 1
-        heapq.heappush(self._entries, (-node.log_p, self._num_pushed, node))
+        self._push(node.log_p, node, None)
 
-    def peek(self) -> TreeNode | None:
-        while self._entries and not self._is_due(self._entries[0][2]):
+    def push_candidates(self, parent: TreeNode) -> None:
+        if parent.candidates:
+            self._push(_log_p(parent, 0), parent, 0)
+
+    def peek(self, make: Callable[[TreeNode, int], TreeNode]) -> TreeNode | None:
+        """The best one, which is made where it is not there yet."""
+        while self._entries:
+            _, _, _, node, rank = self._entries[0]
+            if rank is None:
+                if self._is_due(node):
+                    return node
+                heapq.heappop(self._entries)
+                continue
             heapq.heappop(self._entries)
-        return self._entries[0][2] if self._entries else None
+            if node.is_live:
+                if rank + 1 < len(node.candidates):
+                    self._push(_log_p(node, rank + 1), node, rank + 1)
+                child = node.children.get(node.candidates[rank][0]) or make(node, rank)
+                if self._is_due(child):
+                    self._push(child.log_p, child, None)
+        return None
 
-    def pop(self) -> TreeNode:
-        return heapq.heappop(self._entries)[2]
+    def least_order(self) -> float | None:
+        """Minus log_p of what comes first; it may be dead."""
+        return self._entries[0][0] if self._entries else None
+
+    def pop(self) -> None:
+        heapq.heappop(self._entries)
 
     def prune(self, num_live: int) -> None:
         if len(self._entries) > 2 * num_live + _MIN_GARBAGE:
-            self._entries = [entry for entry in self._entries if self._is_due(entry[2])]
+            self._entries = [e for e in self._entries if (self._is_due(e[3]) if e[4] is None else e[3].is_live)]
             heapq.heapify(self._entries)
+
+    def _push(self, log_p: float, node: TreeNode, rank: int | None) -> None:
+        self._num_pushed += 1
+        position = node.position + (rank is not None)
+        heapq.heappush(self._entries, (-log_p, position, self._num_pushed, node, rank))
+
+
+def _log_p(parent: TreeNode, rank: int) -> float:
+    return parent.log_p + math.log(min(1.0, max(parent.candidates[rank][1], MIN_PROBABILITY)))
 
 
 def _is_unsent(node: TreeNode) -> bool:
@@ -111,8 +147,8 @@ class TokenTree:
         self.num_live = 1
         self._unsent = _Heap(_is_unsent)
         self._unexpanded = _Heap(_is_unexpanded)
-        self._unexpanded.push(self.root)
         self._unsent.push(self.root)
+        self._unexpanded.push(self.root)
 
     def probability(self, node: TreeNode) -> float:
         """That the text goes through a live node, as far as is known now."""
@@ -127,22 +163,21 @@ class TokenTree:
             above = above.parent
         return tuple(reversed(tokens))
 
-    def add(self, parent: TreeNode, token: int, probability: float) -> TreeNode:
-        """Hangs a token on a live node, or raises its probability where it is there already and not sent.
+    def expand(self, node: TreeNode, candidates: Sequence[tuple[int, float]]) -> None:
+        """Says what may follow a live node that was expanded and has no candidates yet.
 
         Args:
-            probability: of the token given its parent, in (0, 1].
+            candidates: different tokens, each with its probability given the node, in (0, 1].
         """
-        log_p = parent.log_p + math.log(min(1.0, max(probability, MIN_PROBABILITY)))
-        child = parent.children.get(token)
-        if child is not None:
-            return child
-        child = TreeNode(token, parent.position + 1, parent, log_p)
-        parent.children[token] = child
-        self.num_live += 1
-        self._unsent.push(child)
-        self._unexpanded.push(child)
-        return child
+        node.candidates = tuple(sorted(candidates, key=_probability, reverse=True))
+        self._unsent.push_candidates(node)
+        self._unexpanded.push_candidates(node)
+
+    def best_child(self, node: TreeNode) -> TreeNode | None:
+        """By the first of a live node's candidates; None where it has none."""
+        if not node.candidates:
+            return None
+        return node.children.get(node.candidates[0][0]) or self._make(node, 0)
 
     def pop_unsent(self, least: float) -> TreeNode | None:
         """The most probable node that was not sent, unless it is less probable than ``least``.
@@ -158,12 +193,14 @@ class TokenTree:
             node.is_expanded = True
         return node
 
-    def peek_unsent(self) -> TreeNode | None:
-        """What ``pop_unsent`` would hand out, whatever its probability."""
-        return self._unsent.peek()
+    def best_unsent(self) -> float:
+        """Probability of what ``pop_unsent`` would hand out; 0 where that is nothing."""
+        node = self._unsent.peek(self._make)
+        return 0.0 if node is None else self.probability(node)
 
     def put_back_unsent(self, node: TreeNode) -> None:
-        """It was handed out and could not be sent."""
+        """It was handed out, and is not sent after all."""
+        node.state = NodeState.UNSENT
         self._unsent.push(node)
 
     def put_back_unexpanded(self, node: TreeNode) -> None:
@@ -171,20 +208,18 @@ class TokenTree:
         node.is_expanded = False
         self._unexpanded.push(node)
 
-    def advance(self, token: int) -> tuple[TreeNode, bool]:
-        """The root's next token is known: it is the root from now on, and what does not descend from it dies.
-
-        Returns:
-            The new root, and whether it had been in the tree.
-        """
+    def advance(self, token: int) -> TreeNode:
+        """The root's next token is known: it is the root from now on, and what does not descend from it dies."""
         before = self.root
         child = before.children.pop(token, None)
-        is_new = child is None
         if child is None:
             child = TreeNode(token, before.position + 1, None, before.log_p)
-            self._unsent.push(child)
-            self._unexpanded.push(child)
             self.num_live += 1
+        # What stands for it in a heap may be its parent, which dies.
+        if child.state is NodeState.UNSENT:
+            self._unsent.push(child)
+        if not child.is_expanded:
+            self._unexpanded.push(child)
         before.is_live = False
         self.num_live -= 1
         doomed = list(before.children.values())
@@ -198,21 +233,19 @@ class TokenTree:
         self.root = child
         self._unsent.prune(self.num_live)
         self._unexpanded.prune(self.num_live)
-        return child, not is_new
+        return child
 
     def unsend(self) -> None:
         """The stages have dropped everything that is not committed: all nodes but the root are to be sent again."""
-        self._unsent = _Heap(_is_unsent)
-        for node in self.live_nodes():
-            if node is not self.root:
-                node.state, node.id, node.row = NodeState.UNSENT, 0, None
-                self._unsent.push(node)
-        if self.root.state is NodeState.UNSENT:
-            self._unsent.push(self.root)
+        for node in list(self.live_nodes()):
+            if node is not self.root and node.state is not NodeState.UNSENT:
+                node.id, node.row = 0, None
+                self.put_back_unsent(node)
 
     def unsend_root(self) -> None:
         """The root as well; a row that has come back for it stays."""
-        self.root.state, self.root.id = NodeState.UNSENT, 0
+        self.root.id = 0
+        self.put_back_unsent(self.root)
 
     def live_nodes(self) -> Iterator[TreeNode]:
         """Parents before children."""
@@ -226,8 +259,6 @@ class TokenTree:
         nodes = list(self.live_nodes())
         if len(nodes) != self.num_live:
             raise ValueError(f"{len(nodes)} nodes are live, and {self.num_live} are counted")
-        unsent = {entry[2] for entry in self._unsent._entries}
-        unexpanded = {entry[2] for entry in self._unexpanded._entries}
         for node in nodes:
             if not node.is_live:
                 raise ValueError(f"{node} hangs on a live one and is dead")
@@ -237,13 +268,22 @@ class TokenTree:
                 raise ValueError(f"{node} is out of place")
             if node.parent is not None and node.log_p > node.parent.log_p:
                 raise ValueError(f"{node} is more probable than its parent")
-            if not node.is_expanded and node not in unexpanded:
-                raise ValueError(f"{node} would never be expanded")
-            if node.state is NodeState.UNSENT and node not in unsent:
-                raise ValueError(f"{node} would never be sent")
+            if node.parent is not None and node.parent.state is NodeState.UNSENT is not node.state:
+                raise ValueError(f"{node} was sent before its parent")
+
+    def _make(self, parent: TreeNode, rank: int) -> TreeNode:
+        token = parent.candidates[rank][0]
+        child = parent.children[token] = TreeNode(token, parent.position + 1, parent, _log_p(parent, rank))
+        self.num_live += 1
+        return child
 
     def _pop(self, heap: _Heap, least: float) -> TreeNode | None:
-        node = heap.peek()
-        if node is None or self.probability(node) < least:
+        log_least = self.root.log_p + math.log(least) if least > 0.0 else -math.inf
+        order = heap.least_order()
+        if order is None or -order < log_least:
             return None
-        return heap.pop()
+        node = heap.peek(self._make)
+        if node is None or node.log_p < log_least:
+            return None
+        heap.pop()
+        return node

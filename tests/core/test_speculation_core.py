@@ -1,0 +1,513 @@
+"""The loop of speculative decoding: alone with made-up stages, and over rings in a virtual clock."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from benchmarks.speculation.oracle import OracleDrafter, OracleText
+from benchmarks.speculation.ring import Costs, Drafter, World
+from fusion_node.client.speculation_core import (
+    MAX_PRICE_S,
+    CancelDead,
+    Choose,
+    Commit,
+    Expand,
+    Frame,
+    SpeculationCore,
+    StageCost,
+)
+from fusion_node.errors import LocalProtocolError
+from fusion_node.types import MonotonicS
+from scheduler.speculation import Mode, ModePolicy
+
+Choice: TypeAlias = Callable[[int, Any], int]
+VOCABULARY = 7
+EOS = 0
+
+
+# the target, and what it says without speculation
+
+
+def target(seed: int | None, has_eos: bool = True) -> Choice:
+    """Greedy, or with noise by seed and position."""
+    least = 0 if has_eos else 1
+    return lambda position, row: least + hash((row, seed, position)) % (VOCABULARY - least)
+
+
+def plain(prompt: Sequence[int], num_stages: int, choose: Choice, stop_position: int) -> list[int]:
+    """The tokens of one machine that computes one row at a time."""
+    seen: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
+    tokens = list(prompt)
+    row = 0
+    for position in range(stop_position):
+        if position >= len(tokens):
+            tokens.append(choose(position, row))
+            if tokens[-1] == EOS:
+                break
+        row = hash((17, tokens[position]))
+        for index, contents in enumerate(seen):
+            contents.append((row, position))
+            row = hash((index, tuple(contents)))
+    return tokens[len(prompt) :]
+
+
+class Guesser:
+    """Right about the next token in some share of the cases, sure of itself or not, and silent now and then."""
+
+    def __init__(self, text: Sequence[int], share: float, chance: random.Random) -> None:
+        self._text, self._share, self._chance = text, share, chance
+
+    def propose(
+        self, position: int, paths: Sequence[tuple[int, ...]], width: int
+    ) -> list[list[tuple[int, float, str]]]:
+        return [self._candidates(position, path, width) for path in paths]
+
+    def _candidates(self, position: int, path: tuple[int, ...], width: int) -> list[tuple[int, float, str]]:
+        chance = self._chance
+        if chance.random() < 0.05:
+            return []
+        tokens = chance.sample(range(VOCABULARY), min(width, chance.randint(1, VOCABULARY)))
+        at = position + len(path)
+        if at < len(self._text) and tuple(self._text[position:at]) == path:
+            right = self._text[at]
+            tokens = [token for token in tokens if token != right]
+            if chance.random() < self._share:
+                tokens.insert(0, right)
+        return [(token, chance.choice((1.0, 0.9, 0.5, 0.2, 0.01)), "guess") for token in tokens]
+
+
+rings = st.builds(
+    Costs,
+    num_stages=st.sampled_from((1, 2, 3, 5)),
+    round_trip_s=st.sampled_from((0.0, 0.01, 0.06)),
+    fixed_s=st.sampled_from((0.001, 0.008)),
+    row_s=st.sampled_from((0.0, 0.0005, 0.005)),
+    wire_row_s=st.sampled_from((0.0, 0.0007)),
+    draft_s=st.sampled_from((0.004, 0.03)),
+    user_s=st.just(0.0005),
+    jitter_s=st.sampled_from((0.0, 0.02)),
+    lost_cancels=st.sampled_from((0.0, 0.5, 1.0)),
+    doubled_cancels=st.sampled_from((0.0, 0.5)),
+)
+
+
+@given(
+    costs=rings,
+    seed=st.integers(0, 2**32 - 1),
+    share=st.sampled_from((0.0, 0.5, 1.0)),
+    noise=st.none() | st.integers(0, 5),
+    modes=st.sampled_from(((Mode.TREE,), (Mode.CHAIN,), (Mode.PLAIN,), tuple(Mode))),
+    num_prompt=st.integers(1, 4),
+    num_tokens=st.integers(1, 14),
+    has_eos=st.booleans(),
+    spare=st.sampled_from((0, 1, 5, 400)),
+    max_in_flight=st.sampled_from((1, 8, 256)),
+    interruptions=st.lists(st.tuples(st.floats(0.0, 0.5), st.integers(0, 6), st.sampled_from((0.0, 0.05))), max_size=2),
+)
+@settings(max_examples=500, deadline=None)
+@example(  # a sure candidate was put before its parent, which was sent again after an interruption
+    costs=Costs(3, 0.0, fixed_s=0.001, row_s=0.0, wire_row_s=0.0007, draft_s=0.004, user_s=0.0005, jitter_s=0.02),
+    seed=202642486,
+    share=0.5,
+    noise=5,
+    modes=(Mode.TREE,),
+    num_prompt=1,
+    num_tokens=11,
+    has_eos=True,
+    spare=1,
+    max_in_flight=256,
+    interruptions=[(0.0, 1, 0.0)],
+)
+def test_any_drafter_delay_mode_and_fault_leave_the_text_as_it_is(
+    costs: Costs,
+    seed: int,
+    share: float,
+    noise: int | None,
+    modes: tuple[Mode, ...],
+    num_prompt: int,
+    num_tokens: int,
+    has_eos: bool,
+    spare: int,
+    max_in_flight: int,
+    interruptions: list[tuple[float, int, float]],
+) -> None:
+    chance = random.Random(seed)
+    prompt = [chance.randrange(1, VOCABULARY) for _ in range(num_prompt)]
+    stop_position = num_prompt + num_tokens
+    choose = target(noise, has_eos)
+    text = plain(prompt, costs.num_stages, choose, stop_position)
+    world = World(costs, seed=seed, digests=True)
+    user = world.add(
+        prompt,
+        drafter=Guesser([*prompt, *text], share, chance),
+        choose=choose,
+        stop_position=stop_position,
+        max_positions=stop_position + spare,
+        stop_tokens=frozenset((EOS,)),
+        max_in_flight=max_in_flight,
+        policy=ModePolicy(modes),
+    )
+    for at_s, num_lost, pause_s in interruptions:
+        world.clock.at(at_s, partial(world.interrupt, user, num_lost, pause_s))
+    world.clock.run(until_s=60.0)
+    assert user.tokens == text
+    assert user.core.is_over
+
+
+class Knows:
+    """Always right, and sure of it."""
+
+    def __init__(self, text: Sequence[int]) -> None:
+        self._text = text
+
+    def propose(
+        self, position: int, paths: Sequence[tuple[int, ...]], width: int
+    ) -> list[list[tuple[int, float, str]]]:
+        places = (position + len(path) for path in paths)
+        return [[(self._text[at], 0.95, "x")] if at < len(self._text) else [] for at in places]
+
+
+class KnowsNothing:
+    """Always wrong, and sure of it."""
+
+    def propose(
+        self, position: int, paths: Sequence[tuple[int, ...]], width: int
+    ) -> list[list[tuple[int, float, str]]]:
+        return [[(VOCABULARY, 0.95, "x")] for _ in paths]
+
+
+def test_a_good_drafter_brings_many_times_the_speed_and_a_bad_one_costs_little() -> None:
+    prompt, choose = [1, 2], target(None, has_eos=False)
+    text = plain(prompt, 3, choose, 80)
+
+    def seconds(drafter: Drafter, modes: tuple[Mode, ...]) -> float:
+        world = World(Costs(3, 0.05), seed=1, digests=True)
+        user = world.add(
+            prompt,
+            drafter=drafter,
+            choose=choose,
+            stop_position=80,
+            max_positions=500,
+            stop_tokens=frozenset((EOS,)),
+            policy=ModePolicy(modes),
+        )
+        world.clock.run()
+        assert user.finished_at is not None
+        return user.finished_at
+
+    knows = Knows([*prompt, *text])
+    without = seconds(knows, (Mode.PLAIN,))
+    assert seconds(knows, (Mode.TREE,)) < without / 8
+    assert seconds(knows, (Mode.CHAIN,)) < without / 2
+    assert seconds(KnowsNothing(), tuple(Mode)) < 1.06 * without
+
+
+# the loop alone
+
+
+class Shell:
+    """Answers at once what a core asks, with the tokens of a text that counts up from the prompt's end."""
+
+    def __init__(self, core: SpeculationCore) -> None:
+        self.core = core
+        self.now = 0.0
+        self.frames: list[Frame] = []
+        self.commits: list[int] = []
+        self.cancels: list[CancelDead] = []
+        self.expands: list[Expand] = []
+
+    def pump(self, wrong: frozenset[int] = frozenset()) -> None:
+        """Takes all events. Tokens at the positions ``wrong`` are others than anybody would guess."""
+        while (event := self.core.next_event()) is not None:
+            match event:
+                case Frame():
+                    self.frames.append(event)
+                case Expand():
+                    self.expands.append(event)
+                case Choose(position):
+                    token = 1000 + position if position in wrong else position
+                    self.core.chosen(position, token, now=self.at)
+                case Commit(token):
+                    self.commits.append(token)
+                case CancelDead():
+                    self.cancels.append(event)
+
+    @property
+    def at(self) -> MonotonicS:
+        return MonotonicS(self.now)
+
+    def draft(self, probability: float = 0.9, extra: int = 0) -> None:
+        """Answers the Expand that is out, rightly, with so many wrong candidates beside."""
+        event = self.expands[-1]
+        found = [
+            [(event.position + len(path), probability, "x"), *((2000 + i, 0.05, "x") for i in range(extra))]
+            for path in event.paths
+        ]
+        self.core.drafted(event.number, found, now=self.at)
+        self.pump()
+
+    def prompt_returns(self, price_s: float) -> None:
+        """While candidates for the first token are awaited, which are of no use then."""
+        self.core.start(now=self.at)
+        self.core.returned(0, [(NUM_PROMPT, "row")], costs=[StageCost(0.05, price_s)] * 2, now=self.at)
+        self.pump()
+        self.draft()
+
+    def frame_returns(
+        self, index: int = -1, costs: Sequence[StageCost] = (), wrong: frozenset[int] = frozenset()
+    ) -> None:
+        frame = self.frames[index]
+        self.core.returned(frame.sequence, [(node, "row") for node in frame.want], costs=costs, now=self.at)
+        self.pump(wrong)
+
+
+NUM_PROMPT = 3
+TREE_ONLY = (Mode.TREE,)
+
+
+def shell(
+    stop_position: int = 100, modes: tuple[Mode, ...] = TREE_ONLY, price_s: float = 0.0001, **options: Any
+) -> Shell:
+    made = Shell(
+        SpeculationCore(
+            last_token=2,
+            num_prompt=NUM_PROMPT,
+            stop_position=stop_position,
+            stop_tokens=options.pop("stop_tokens", frozenset((EOS,))),
+            max_positions=options.pop("max_positions", 1000),
+            next_sequence=4,
+            policy=ModePolicy(modes),
+            **options,
+        )
+    )
+    made.prompt_returns(price_s)
+    return made
+
+
+def test_the_first_token_is_sent_at_once_and_numbered_after_the_prompt() -> None:
+    made = shell()
+    assert made.commits == [3]
+    assert made.frames == [Frame(4, 4, (3,), (3,), (3,), 4, (4,))]
+
+
+def test_a_node_is_sent_with_its_parent_when_the_next_pass_is_due() -> None:
+    made = shell()
+    made.now = 0.003
+    made.draft()
+    made.draft()
+    assert len(made.frames) == 1, "the first frame's pass is not over"
+    timer = made.core.get_timer()
+    assert timer is not None
+    made.now = timer
+    made.core.handle_timer(now=made.at)
+    made.pump()
+    assert made.frames[1] == Frame(5, 5, (4, 5), (4, 5), (4, 5), 0, (5, 6))
+
+
+def test_a_token_that_was_not_guessed_leaves_in_the_call_that_found_out() -> None:
+    made = shell()
+    made.draft()
+    made.now = 0.02
+    made.core.handle_timer(now=made.at)
+    made.pump()
+    made.now = 0.1
+    made.frame_returns(0, wrong=frozenset((4,)))
+    assert made.commits == [3, 1004]
+    assert made.frames[-1].tokens[0] == 1004
+    assert made.frames[-1].parents[0] == 4
+    assert made.frames[-1].advance == made.frames[-1].first_node
+    assert made.cancels == [CancelDead(4, last_node=made.frames[-1].first_node - 1, is_leaf=True)]
+
+
+def test_guessed_tokens_come_out_with_the_rows_that_are_there() -> None:
+    made = shell()
+    for _ in range(5):
+        made.draft()
+    made.now = 0.02
+    made.core.handle_timer(now=made.at)
+    made.pump()
+    made.frame_returns(0)
+    made.frame_returns(1)
+    assert made.commits == [3, 4, 5, 6, 7, 8, 9]
+
+
+def test_nothing_is_sent_below_what_ends_the_answer() -> None:
+    made = shell(stop_position=6)
+    for _ in range(2):
+        made.draft()
+    made.now = 1.0
+    made.core.handle_timer(now=made.at)
+    made.pump()
+    assert [frame.positions for frame in made.frames] == [(3,), (4,)]
+    made.frame_returns(0)
+    made.frame_returns(1)
+    assert made.commits == [3, 4, 5]
+    assert made.core.is_over
+    assert made.core.get_timer() is None
+
+
+def test_an_end_of_text_that_was_guessed_is_not_sent() -> None:
+    made = shell(stop_tokens=frozenset((4,)))
+    made.draft()
+    made.now = 1.0
+    made.core.handle_timer(now=made.at)
+    made.pump()
+    assert len(made.frames) == 1
+    made.frame_returns()
+    assert made.commits == [3, 4]
+    assert made.core.is_over
+
+
+def test_a_dear_row_keeps_improbable_nodes_back() -> None:
+    def num_sent(price_s: float) -> int:
+        made = shell(price_s=price_s)
+        made.now = 0.1
+        made.frame_returns(costs=[StageCost(0.01, price_s)] * 2)
+        for _ in range(3):
+            made.draft(extra=3)
+        made.now = 1.0
+        made.core.handle_timer(now=made.at)
+        made.pump()
+        return sum(len(frame.tokens) for frame in made.frames)
+
+    assert num_sent(0.05) < num_sent(0.0001)
+
+
+def test_a_price_that_no_stage_can_have_still_lets_sure_nodes_through() -> None:
+    made = shell()
+    made.now = 0.1
+    for index in range(3):
+        made.frame_returns(index, costs=[StageCost(0.01, 1e9)] * 2)
+        made.now += 0.1
+    assert made.core.stats.price_s <= 2 * MAX_PRICE_S
+    made.draft()
+    made.draft(probability=1.0)
+    made.core.handle_timer(now=made.at)
+    made.pump()
+    assert len(made.frames) == 5, "the sure node was sent beside the token that had to be"
+
+
+def test_no_more_rows_are_in_flight_than_allowed() -> None:
+    made = shell(max_in_flight=5)
+    for step in range(1, 40):
+        made.now = 0.1 * step
+        if made.expands[-1].number == len(made.expands):
+            made.draft(extra=4)
+        made.core.handle_timer(now=made.at)
+        made.pump()
+    assert sum(len(frame.tokens) for frame in made.frames) == 1 + 5
+
+
+def test_rows_that_nobody_asked_for_are_refused() -> None:
+    made = shell()
+    with pytest.raises(LocalProtocolError, match="node 9 was not awaited"):
+        made.core.returned(4, [(9, "row")], now=made.at)
+    made.frame_returns()
+    with pytest.raises(LocalProtocolError, match="node 4 was not awaited"):
+        made.frame_returns(0)
+
+
+def test_a_token_or_candidates_out_of_turn_are_refused() -> None:
+    made = shell()
+    with pytest.raises(LocalProtocolError, match="position 4 was not to be chosen"):
+        made.core.chosen(4, 4, now=made.at)
+    with pytest.raises(LocalProtocolError, match="number 7 were not asked for"):
+        made.core.drafted(7, [], now=made.at)
+
+
+def test_a_drafter_that_fails_for_good_leaves_plain_decode() -> None:
+    made = shell()
+    made.core.not_drafted(made.expands[-1].number, is_final=True, now=made.at)
+    num = len(made.expands)
+    for _ in range(3):
+        made.now += 0.1
+        made.frame_returns()
+    assert made.commits == [3, 4, 5, 6]
+    assert [len(frame.tokens) for frame in made.frames] == [1, 1, 1, 1]
+    assert len(made.expands) == num
+
+
+def test_a_chain_leaves_in_one_frame_when_it_is_drafted() -> None:
+    made = shell(modes=(Mode.CHAIN,))
+    assert made.core.stats.num_frames == 0
+    while not made.frames:
+        made.now += 0.001
+        made.draft()
+    (frame,) = made.frames
+    assert len(frame.tokens) > 1
+    assert frame.parents == tuple(range(3, 3 + len(frame.tokens)))
+    made.now += 0.1
+    made.frame_returns()
+    assert made.commits == list(range(3, 3 + len(frame.tokens) + 1))
+
+
+def test_after_a_restart_lost_tokens_and_the_live_tree_are_sent_again() -> None:
+    made = shell()
+    for _ in range(4):
+        made.draft()
+    made.now = 0.02
+    made.core.handle_timer(now=made.at)
+    made.pump()
+    made.frame_returns(0)
+    assert made.commits == [3, 4]
+    assert made.core.committed_ids(2) == (3, 4, 5)
+    made.core.pause()
+    made.now = 1.0
+    made.core.handle_timer(now=made.at)
+    assert made.core.next_event() is None
+    assert not made.core.restart(3, next_sequence=3, now=made.at)
+    made.pump()
+    frame = made.frames[-1]
+    assert frame.sequence == 3
+    assert frame.first_node == 4
+    assert frame.tokens[:2] == (3, 4)
+    assert frame.parents[:2] == (3, 4)
+    assert frame.want == tuple(range(5, 4 + len(frame.tokens)))
+    assert frame.advance == 5
+    made.frame_returns()
+    assert made.commits == list(range(3, 4 + len(frame.tokens)))
+
+
+def test_after_a_restart_the_row_that_was_awaited_comes_from_what_the_stages_hold() -> None:
+    made = shell()
+    made.core.pause()
+    assert made.core.restart(4, next_sequence=4, now=made.at)
+    made.core.returned(3, [(4, "row")], now=made.at)
+    made.pump()
+    assert made.commits == [3, 4]
+    assert made.frames[-1].first_node == 5
+
+
+def test_stages_cannot_hold_what_was_never_committed() -> None:
+    made = shell()
+    with pytest.raises(LocalProtocolError, match="cannot hold 9 positions"):
+        made.core.restart(9, next_sequence=9, now=made.at)
+
+
+def test_many_users_of_one_ring_send_fewer_rows_each_and_get_more_tokens_in_all() -> None:
+    def rates(num_users: int) -> tuple[float, float]:
+        world = World(Costs(2, 0.05, row_s=0.0005), seed=1)
+        for seed in range(num_users):
+            world.add(
+                [1],
+                drafter=OracleDrafter(0.8, OracleText(0.8, 200, seed), seed),
+                choose=lambda position, row: 0,
+                stop_position=10_000,
+                max_positions=20_000,
+                stop_tokens=frozenset(),
+            )
+        world.clock.run(until_s=1.0)
+        tokens = sum(user.core.stats.num_tokens for user in world.users)
+        rows = sum(user.core.stats.num_rows for user in world.users)
+        return tokens, rows / tokens
+
+    (alone, rows_alone), (together, rows_together) = rates(1), rates(6)
+    assert together > 2 * alone
+    assert rows_together < 0.9 * rows_alone
