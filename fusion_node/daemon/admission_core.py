@@ -8,8 +8,9 @@ that KV is as if it did not exist.
 
 Assumes: the caller has checked the plan's signature and dates (p2p.records.open_plan), and tells when a link is lost.
 
-A plan of a higher epoch of an open session is *adopted* when it has the same layers, positions and encoding here: the
-KV and the log stay, and everything else follows the new plan. Otherwise the session is opened anew, empty.
+A plan of a higher epoch of an open session is *adopted* when it has the same layers, positions and encoding here, and
+the path along which it folds, if it does, fits: the KV and the log stay, and everything else follows the new plan.
+Otherwise the session is opened anew, empty.
 
 States of a session: opening (leased; the next stage is being dialled), open, kept (it cannot go on as it is, and waits
 for a plan to adopt), retained (over, its beginning kept until the room is needed), gone. Timers: the earliest lease,
@@ -100,6 +101,21 @@ class Grace:
     may_stay: bool = False
 
 
+@dataclass(slots=True)
+class Fold:
+    """A tree has become a plain log, of which some steps are not computed yet.
+
+    Attributes:
+        num_steps: those.
+        num_positions: committed by the fold or before.
+        num_in_place: of them, those whose KV does not have to be moved.
+    """
+
+    num_steps: int
+    num_positions: int
+    num_in_place: int
+
+
 @dataclass(slots=True, eq=False)
 class Session:
     """One admitted session.
@@ -115,6 +131,11 @@ class Session:
         num_queued_before: those of them that came under earlier plans.
         num_computed: committed positions whose KV has been computed and is written no more.
         num_done: entries that were computed, as the sequence of the next one.
+        num_unfinished: steps that the log has applied and that are not computed yet.
+        generation: how often its tree was folded: ids of nodes and sequences are of one generation.
+        fold: what of the generation before is still being computed; None when nothing is.
+        num_taken: steps whose rows were taken.
+        num_narrowed: times that one of them was derived anew for a cancel.
         kept_until: set while the state is KEPT.
         grace: set while the node leaves.
         resends: orders to hand rows on again, in order.
@@ -140,6 +161,11 @@ class Session:
     num_queued_before: int = 0
     num_computed: int = 0
     num_done: int = 0
+    num_unfinished: int = 0
+    generation: int = 0
+    fold: Fold | None = None
+    num_taken: int = 0
+    num_narrowed: int = 0
     state: SessionState = SessionState.OPENING
     kept_until: MonotonicS | None = None
     grace: Grace | None = None
@@ -173,7 +199,7 @@ class Session:
 
     @property
     def num_early_rows(self) -> int:
-        return sum(step.tensor.num_rows for step, _ in self.early.values())
+        return sum(step.node_count for step, _ in self.early.values())
 
     @property
     def num_early_bytes(self) -> int:
@@ -277,7 +303,9 @@ class Admission:
             resumable_from = max(held.resumable_from, now) + RESUME_INTERVAL_S
             if held.resumable_from > now + (RESUMES_AT_ONCE - 1) * RESUME_INTERVAL_S:
                 return self._count(Refused(RefusalCode.TOO_OFTEN, "too many plans for one session; wait a moment"))
-            if (held.layers, held.plan.wire, held.plan.max_positions) == (layers, plan.wire, plan.max_positions):
+            is_alike = (held.layers, held.plan.wire, held.plan.max_positions) == (layers, plan.wire, plan.max_positions)
+            # Whose committed prefix is another than its user's is of no use to it.
+            if is_alike and (not message.folds or held.log.fits(message.path_start, message.path)):
                 self._adopt(held, plan, message.stage, now)
                 held.resumable_from = resumable_from
                 return held
@@ -301,6 +329,8 @@ class Admission:
             num_computed=reused,
             resumable_from=resumable_from,
         )
+        if message.folds:
+            session.log.next_sequence = session.num_done = reused  # an entry per position
         self._sessions[message.session] = session
         return session
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import structlog
@@ -68,10 +68,9 @@ class _Step:
     def session(self) -> Session:
         return self.served.session
 
-    @property
-    def timing(self) -> StageTiming:
+    def timing(self, price_s: float) -> StageTiming:
         queue_us = 0 if self.began_us is None else self.began_us - self.queued_us
-        return StageTiming(min(queue_us, _MAX_US), min(self.compute_us, _MAX_US))
+        return StageTiming(min(queue_us, _MAX_US), min(self.compute_us, _MAX_US), in_us(price_s))
 
 
 @dataclass(slots=True, eq=False)
@@ -141,20 +140,19 @@ class Forwards:
 
     def add(self, step: ServedStep, hidden: Any) -> tuple[str, str] | None:
         """Takes a step with its decoded rows ``[T, D]``. Code and reason if so much waits that it is not taken."""
-        rows, session, now = step.rows, step.session, self._clock()
-        num_moved = 0 if rows.move is None else len(rows.move.sources)
-        tensors = StepTensors(hidden, rows.live_rows, step.out, step.encoding)
+        session, now = step.session, self._clock()
+        num_rows, extra_rows = _size(step)
+        tensors = StepTensors(hidden, step.rows.live_rows, step.out, step.encoding)
         overload = self._batching.add(
             Work(
                 session=session,
                 user=session.user,
-                # A step without a live row takes its turn as well: what it moves, it moves behind the steps before it.
-                num_rows=max(1, len(rows.live_rows)),
-                extra_rows=step.message.tensor.num_rows - len(rows.live_rows) + num_moved // _MOVES_PER_ROW,
+                num_rows=num_rows,
+                extra_rows=extra_rows,
                 group=session.layers,
                 priority=Priority(session.plan.priority),
-                is_tree=not rows.is_chain,
-                moves_kv=rows.reuses_slots,
+                is_tree=not step.rows.is_chain,
+                moves_kv=step.rows.reuses_slots,
                 arrived=now,
                 deadline=now + QUEUE_DEADLINE_S,
                 payload=_Step(step, tensors, _now_us()),
@@ -170,6 +168,32 @@ class Forwards:
         # Not at once: what else has come by now takes part in the same forward.
         asyncio.get_running_loop().call_soon(self._pump)
         return None
+
+    def narrow(self, session: Session, derive: Callable[[Sequence[ServedStep]], list[ServedStep]]) -> None:
+        """Computes no more than has to be of the steps of a session that have not begun.
+
+        Args:
+            derive: what to put in the place of the last ones of these.
+        """
+        waiting = self._batching.not_begun(session)
+        while waiting and waiting[0].payload.has_moved:  # for a forward that failed
+            del waiting[0]
+        narrowed = derive([work.payload.served for work in waiting])
+        for work, served in zip(waiting[len(waiting) - len(narrowed) :], narrowed, strict=True):
+            step: _Step = work.payload
+            tensors = step.tensors.narrowed(served.rows.live_rows, served.out)
+            num_rows, extra_rows = _size(served)
+            self._batching.replace(
+                work,
+                replace(
+                    work,
+                    num_rows=num_rows,
+                    extra_rows=extra_rows,
+                    is_tree=not served.rows.is_chain,
+                    moves_kv=served.rows.reuses_slots,
+                    payload=_Step(served, tensors, step.queued_us),
+                ),
+            )
 
     def cancel(self, session: Session) -> None:
         """Computes nothing more of a session."""
@@ -283,9 +307,11 @@ class Forwards:
                         # Of finite rows. Passed on, they would be held against this node; whose fault it is nobody can
                         # say.
                         self._owner.steps_lost(session, "overflow", f"{reason} in layers {session.layers}")
-                for work in self._batching.done(batch, seconds=flight.seconds, now=now):
+                done = self._batching.done(batch, seconds=flight.seconds, now=now)
+                price_s = self._batching.row_price_s(batch.group)
+                for work in done:
                     step: _Step = work.payload
-                    self._owner.step_done(step.served, step.tensors.payload, step.timing)
+                    self._owner.step_done(step.served, step.tensors.payload, step.timing(price_s))
             case ResourceExhausted() as error:
                 log.warning("a forward did not fit", rows=batch.num_rows, reason=str(error))
                 self._counters["forwards_out_of_memory"] += 1
@@ -311,6 +337,19 @@ class Forwards:
     def _tell_lost(self, lost: list[Work], code: str, reason: str) -> None:
         for work in lost:
             self._owner.steps_lost(work.payload.session, code, reason)
+
+
+def in_us(seconds: float) -> int:
+    """As whole microseconds of a StageTiming: 0 is 0, and nothing else is."""
+    return 0 if seconds <= 0.0 else min(max(1, round(1e6 * seconds)), _MAX_US)
+
+
+def _size(step: ServedStep) -> tuple[int, int]:
+    """Rows of a work, and what it costs beside them."""
+    rows = step.rows
+    num_moved = 0 if rows.move is None else len(rows.move.sources)
+    # A step without a live row takes its turn as well: what it moves, it moves behind the steps before it.
+    return max(1, len(rows.live_rows)), num_moved // _MOVES_PER_ROW
 
 
 def _now_us() -> int:

@@ -1,14 +1,17 @@
 """The rows that a node has handed on, kept so that they can be handed on again when the next stage is replaced.
 
-Guarantees: what is kept of a session is every row from position 0 on without a gap, or nothing; no more than
-``max_bytes`` are kept of all sessions together, a payload that several share counting once. A row is never copied to be
-kept: the payload of a step is held as it was sent.
+Guarantees: what is kept of a session is every committed row from position 0 on without a gap, or nothing; beside them,
+the rows of nodes that may still be committed. No more than ``max_bytes`` are kept of all sessions together, a payload
+that several share counting once. The payload of a step that commits all of itself is held as it was sent, without a
+copy; rows of a tree are copied, one by one, for few of them stay.
 
-Assumes: one caller; payloads do not change once appended, and have ``row_bytes`` for each of their rows.
+Assumes: one caller; payloads do not change once appended, and have ``row_bytes`` for each of their rows. Nodes are
+committed in the order of their positions, before or after their rows come; names of nodes are never used twice.
 
-States of a session's rows: kept, dropped (until it is opened anew), unknown. When the bound is passed, whole sessions
-are dropped, the one first that has neither handed on nor repeated a row for longest: half of a session's rows would
-bring nobody back. No timers.
+States of a session's rows: kept, dropped (until it is opened anew), unknown. States of a node: held (its row is there),
+wished for (it is committed, and its row or one before it is not there yet), at a position, unknown. When the bound is
+passed, whole sessions are dropped, the one first that has neither handed on nor repeated a row for longest: half of a
+session's rows would bring nobody back. No timers.
 
 Still ugly: one who opens many sessions can make the rows of others go, who then have to compute them anew when a node
 dies just then; and a payload of which a session shares the first rows only is held whole.
@@ -17,7 +20,7 @@ dies just then; and a payload of which a session shares the first rows only is h
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -60,12 +63,22 @@ class _Rows:
     Attributes:
         firsts: the position at which each chunk begins, so that it can be searched.
         chunks: those payloads; of one that is shared, rows beyond the next one's first position are not ours.
+        wishes: positions and names of committed nodes, in order; a row before the first of them, or its own, is not
+            there yet.
+        held: rows by the names of their nodes.
     """
 
     row_bytes: int
     num_positions: int = 0
     firsts: list[int] = field(default_factory=list)
     chunks: list[_Chunk] = field(default_factory=list)
+    wishes: deque[tuple[int, int]] = field(default_factory=deque)
+    held: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def held_bytes(self) -> int:
+        """What one held row counts for."""
+        return self.row_bytes + CHUNK_OVERHEAD_BYTES
 
 
 class OutputLog:
@@ -114,22 +127,55 @@ class OutputLog:
             self._rows[key] = rows
 
     def append(self, key: Hashable, first_position: int, num_rows: int, payload: Sized) -> None:
-        """Keeps the rows of a step. What does not follow is the end of what is kept of the session."""
+        """Keeps the rows of a step, all of them committed. What does not follow is the end of what is kept."""
         rows = self._rows.get(key)
         if rows is None:
             return
         if first_position != rows.num_positions:
             self.drop(key)
             return
-        chunk = _Chunk(payload, num_rows * rows.row_bytes + CHUNK_OVERHEAD_BYTES)
-        rows.firsts.append(first_position)
-        rows.chunks.append(chunk)
-        rows.num_positions += num_rows
+        self._add(rows, payload, num_rows)
+        self._settle(rows)
         self._rows.move_to_end(key)
-        self.num_bytes += chunk.num_bytes
-        while self.num_bytes > self.max_bytes:
-            self.num_dropped += 1
-            self.drop(next(iter(self._rows)))
+        self._make_room()
+
+    def commit(self, key: Hashable, first_position: int, names: Iterable[int]) -> None:
+        """These nodes have the positions from there on, whether their rows, or those before them, have come or not."""
+        rows = self._rows.get(key)
+        if rows is not None:
+            rows.wishes.extend(enumerate(names, first_position))
+            self._settle(rows)
+            self._make_room()
+
+    def hold(self, key: Hashable, names: Sequence[int], payload: Any, *, is_live: Callable[[int], bool]) -> None:
+        """The rows of a step have been computed: those of nodes that are or may be committed are kept.
+
+        Args:
+            names: of the payload's rows.
+            is_live: whether a node may still be committed.
+        """
+        rows = self._rows.get(key)
+        if rows is None:
+            return
+        wanted = {name for _, name in rows.wishes}
+        for index, name in enumerate(names):
+            if name in wanted or is_live(name):
+                row = self._join([Part(payload, index, index + 1)], rows.row_bytes)
+                # A view of it would hold the whole payload.
+                rows.held[name] = bytes(row) if isinstance(row, memoryview) else row
+                self.num_bytes += rows.held_bytes
+        self._settle(rows)
+        self._rows.move_to_end(key)
+        self._make_room()
+
+    def prune(self, key: Hashable, *, is_live: Callable[[int], bool]) -> None:
+        """Gives up the rows of nodes that are neither committed nor live any more."""
+        rows = self._rows.get(key)
+        if rows is not None and rows.held:
+            wanted = {name for _, name in rows.wishes}
+            for name in [each for each in rows.held if not (each in wanted or is_live(each))]:
+                del rows.held[name]
+                self.num_bytes -= rows.held_bytes
 
     def is_kept(self, key: Hashable) -> bool:
         """Whether the rows of a session are kept from its beginning on."""
@@ -162,6 +208,7 @@ class OutputLog:
         rows = self._rows.pop(key, None)
         if rows is None:
             return
+        self.num_bytes -= len(rows.held) * rows.held_bytes
         for chunk in rows.chunks:
             chunk.num_holders -= 1
             if chunk.num_holders == 0:
@@ -178,14 +225,42 @@ class OutputLog:
         for rows in self._rows.values():
             if rows.firsts != sorted(set(rows.firsts)) or (rows.firsts[:1] or [0]) != [0]:
                 raise ValueError("chunks out of order, or not from the beginning on")
+            if rows.wishes and rows.wishes[0][0] == rows.num_positions and rows.wishes[0][1] in rows.held:
+                raise ValueError("a row is there, and has not got its position")
             for chunk in rows.chunks:
                 holders[id(chunk)] = (chunk, holders.get(id(chunk), (chunk, 0))[1] + 1)
         if any(chunk.num_holders != count for chunk, count in holders.values()):
             raise ValueError("a chunk is held by another number of sessions than it says")
-        if self.num_bytes != _total(chunk for chunk, _ in holders.values()):
+        num_held = sum(len(rows.held) * rows.held_bytes for rows in self._rows.values())
+        if self.num_bytes != num_held + _total(chunk for chunk, _ in holders.values()):
             raise ValueError("another number of bytes is kept than is counted")
         if self.num_bytes > self.max_bytes:
             raise ValueError("more is kept than is allowed")
+
+    def _add(self, rows: _Rows, payload: Any, num_rows: int) -> None:
+        chunk = _Chunk(payload, num_rows * rows.row_bytes + CHUNK_OVERHEAD_BYTES)
+        rows.firsts.append(rows.num_positions)
+        rows.chunks.append(chunk)
+        rows.num_positions += num_rows
+        self.num_bytes += chunk.num_bytes
+
+    def _settle(self, rows: _Rows) -> None:
+        """Gives committed nodes whose rows are there their positions."""
+        parts: list[Part] = []
+        while rows.wishes:
+            position, name = rows.wishes[0]
+            if name not in rows.held or position != rows.num_positions + len(parts):
+                break
+            rows.wishes.popleft()
+            parts.append(Part(rows.held.pop(name), 0, 1))
+        if parts:
+            self.num_bytes -= len(parts) * rows.held_bytes
+            self._add(rows, self._join(parts, rows.row_bytes) if len(parts) > 1 else parts[0].payload, len(parts))
+
+    def _make_room(self) -> None:
+        while self.num_bytes > self.max_bytes:
+            self.num_dropped += 1
+            self.drop(next(iter(self._rows)))
 
 
 def _total(chunks: Iterable[_Chunk]) -> int:

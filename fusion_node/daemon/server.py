@@ -18,10 +18,10 @@ import msgspec
 import structlog
 
 from fusion_node.daemon.admission_core import Admission, Session
-from fusion_node.daemon.forwards import Forwards
+from fusion_node.daemon.forwards import Forwards, in_us
 from fusion_node.daemon.in_order import InOrder
 from fusion_node.daemon.output_log_core import OutputLog
-from fusion_node.daemon.serving_core import Connect, Forget, Send, SendRows, ServedStep, Serving, Take
+from fusion_node.daemon.serving_core import Connect, Forget, Narrow, Send, SendRows, ServedStep, Serving, Take
 from fusion_node.engine.batching_core import BatchingCore, BatchingStatus
 from fusion_node.engine.shard_engine import ShardEngine
 from fusion_node.engine.tensor_codec import RowsNotFinite, decode_rows
@@ -44,6 +44,7 @@ from p2p.messages import (
     StatusReply,
     StatusRequest,
     Step,
+    row_bytes,
 )
 from p2p.records import Lease, open_plan
 
@@ -286,6 +287,8 @@ class NodeServer:
                     task.add_done_callback(self._tasks.discard)
                 case Forget():
                     self._forget(command.session)
+                case Narrow():
+                    self._forwards.narrow(command.session, partial(self._serving.narrow, command.session))
         due = self._serving.retry_at
         if due is not None and self._retry is None:
             self._retry = asyncio.get_running_loop().call_later(max(0.0, due - self._now()), self._try_again)
@@ -342,8 +345,17 @@ class NodeServer:
 
     def step_done(self, step: ServedStep, payload: memoryview, timing: StageTiming) -> None:
         """For the forwards: all rows of a step are computed."""
+        timing = self._priced(step, timing)
         self._serving.step_computed(step, payload, timing, now=self._now())
         self._carry_out()
+
+    def _priced(self, step: ServedStep, timing: StageTiming) -> StageTiming:
+        """With the price of a row on the way out, where that is the bottleneck."""
+        pool = self._require_pool()
+        rates = [r for r in (pool.delivery_rate_Bps(step.session.next), pool.max_upload_Bps) if r]
+        num_bytes = row_bytes(step.encoding, self._engine.hidden_size)
+        wire_us = in_us(num_bytes / min(rates)) if rates and num_bytes else 0
+        return timing if wire_us <= timing.price_us else StageTiming(timing.queue_us, timing.compute_us, wire_us)
 
     def steps_lost(self, session: Session, code: str, reason: str) -> None:
         """For the forwards: the KV of a session is not what its log says any more."""

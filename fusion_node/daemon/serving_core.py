@@ -7,27 +7,31 @@ plan of a higher epoch to adopt it. A fault of this node is told as such and as 
 the call in which it comes. What strangers can make this node keep or send is bounded: MAX_QUEUED_ROWS of a session wait
 for the device, MAX_RESENDS orders wait, MAX_DIALS next stages are dialled at once and MAX_DIALS_OF_USER for a user, a
 position is sent again once per epoch, and RESEND_TIMES over all of them, and only while MAX_BACKLOG_BYTES at most wait
-for the next stage.
+for the next stage. Nobody can have a step derived anew more than NARROWED_PER_STEP times as often as they send one.
+
+A log is a token tree; rows of it are retained as they are committed. When it is folded, ids of its nodes and sequences
+begin anew, which is what *generation* counts: what was applied before is computed and retained as of before.
 
 Assumes: one caller; ``now`` never goes back. The shell carries out the commands in their order; for every Connect it
 calls ``successor_connected`` or ``successor_unreachable``, for every Take ``take_step`` or ``rows_unfit``, for every
 SendRows ``rows_left``, and for every ServedStep that it got ``step_computed`` or ``end``; both in order within a
-session, and never for one that it was told to forget. Payloads are anything with a length; only the output log's
+session, and never for one that it was told to forget. It may leave a Narrow alone: what is computed in vain does no
+harm. Payloads are anything with a length; only the output log's
 ``join`` looks into them.
 
 States of a session: see admission_core. Timers: those of admission_core, RETRY_S while orders wait for the link to
 the next stage, and EARLY_S while entries wait for those that they follow; seconds of the monotonic clock.
 
 Source: docs/protocol-data-plane.md, "Repair". Still ugly: a step that was under way to this node when a new plan was
-adopted is dropped, and handed over again though its rows were here; trees are not retained, so that their sessions are
-repaired by computing them anew.
+adopted is dropped, and handed over again though its rows were here; rows of a tree that a fold has dropped are computed
+if they waited for the device; and the file is long, because all of it decides about the same few fields of a session.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import msgspec
@@ -35,6 +39,7 @@ import msgspec
 from fusion_node.daemon.admission_core import (
     MAX_QUEUED_ROWS,
     Admission,
+    Fold,
     Grace,
     RefusalCode,
     Refused,
@@ -42,7 +47,7 @@ from fusion_node.daemon.admission_core import (
     SessionState,
 )
 from fusion_node.daemon.output_log_core import OutputLog
-from fusion_node.engine.session_log_core import Duplicate, StepFault, StepRows
+from fusion_node.engine.session_log_core import Duplicate, LogState, StepFault, StepRows
 from fusion_node.types import MonotonicS, PeerId
 from fusion_node.wire import MAX_PAYLOAD_BYTES
 from p2p.identity import short
@@ -52,6 +57,7 @@ from p2p.messages import (
     PEER_LOST,
     UNKNOWN_SESSION,
     AnyMessage,
+    Cancel,
     CloseSession,
     OpenSession,
     Replayed,
@@ -116,6 +122,13 @@ that does not answer after seconds."""
 MAX_DIALS = 64
 """Of all users together: a node is not to be made to knock at many doors."""
 
+MAX_NARROWED_STEPS = 64
+"""That one cancel looks at: the last ones that wait. Users have some hundred rows under way, several to a step."""
+
+NARROWED_PER_STEP = 4
+"""Times that a step of a session may be derived anew for its cancels, on average, beside MAX_NARROWED_STEPS: as much
+as deriving it first costs, and a cancel costs its user nothing."""
+
 LEASE_EXPIRED = "lease-expired"
 
 
@@ -175,7 +188,14 @@ class Forget:
     session: Session
 
 
-Command: TypeAlias = Send | SendRows | Connect | Take | Forget
+@dataclass(frozen=True, slots=True)
+class Narrow:
+    """Rows of steps that wait for the device need not be computed: see ``narrow``."""
+
+    session: Session
+
+
+Command: TypeAlias = Send | SendRows | Connect | Take | Forget | Narrow
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,10 +205,12 @@ class ServedStep:
     Attributes:
         rows: what to compute; ``rows.live_rows`` are indices into the rows that came.
         encoding: of what goes out.
-        returned: nodes whose rows go back to the user; None when all rows go out, dead ones as zeros.
+        returned: nodes whose rows go back to the user; None when all that is computed goes to the next stage.
         out: where those are among the live rows; None as ``returned``.
         stops: it is not handed on.
-        is_plain: the log was a committed chain after it.
+        generation: of the session's log.
+        is_appended: its rows are retained as they are; else each as its node is committed.
+        before: the log before it.
     """
 
     session: Session
@@ -198,7 +220,9 @@ class ServedStep:
     returned: tuple[int, ...] | None
     out: tuple[int, ...] | None
     stops: bool
-    is_plain: bool
+    generation: int
+    is_appended: bool
+    before: LogState = field(repr=False)
 
 
 class Serving:
@@ -268,6 +292,8 @@ class Serving:
                 self._answer(peer, message, now)
             case Resend():
                 self._resend(peer, message, now)
+            case Cancel():
+                self._cancel(peer, message)
             case _:
                 return False
         return True
@@ -335,34 +361,67 @@ class Serving:
                 return None
             log = session.log
             self._open_outputs(session)
-        rows = log.apply(
-            message.sequence,
-            first_node=message.first_node,
-            num_rows=message.tensor.num_rows,
-            parent=message.parent,
-            parents=message.parents,
-            advance=message.advance,
-            covers=message.covers,
-        )
+        before, rows = log.state(), _apply(session, message)
         match rows:
             case Duplicate():
                 self.counters["steps_duplicate"] += 1
                 return None
             case StepFault():
                 reason = f"the step does not follow the log: {rows.value}"
-                self._blame(session, rows.value, reason, culprit=session.previous, now=now)
+                # Whoever hands on a step cannot know what the user has cancelled here.
+                culprit = session.user if rows is StepFault.CANCELLED_ADVANCE else session.previous
+                self._blame(session, rows.value, reason, culprit=culprit, now=now)
                 return None
         if is_first:
             self.counters["positions_reused"] += session.reused_positions
         self.admission.renew(session, now=now)
-        session.num_queued_rows += message.tensor.num_rows
+        session.num_queued_rows += message.node_count
+        session.num_unfinished += 1
         stops = message.stop_stage == session.stage
-        returned = out = None
-        if session.is_last:
-            row_of = {node: row for row, node in enumerate(rows.nodes)}
-            returned = tuple(node for node in message.want if node in row_of)
-            out = tuple(row_of[node] for node in returned)
-        return ServedStep(session, message, rows, self.encoding(session), returned, out, stops, log.is_plain)
+        returned, out = _going_out(session, message, rows)
+        if rows.committed and not session.is_last:
+            self._note_committed(session, rows)
+        return ServedStep(
+            session,
+            message,
+            rows,
+            self.encoding(session),
+            returned,
+            out,
+            stops,
+            session.generation,
+            rows.commits_all,
+            before,
+        )
+
+    def narrow(self, session: Session, waiting: Sequence[ServedStep]) -> list[ServedStep]:
+        """Derives steps anew of which nothing has been computed or moved, and whose rows may have been cancelled.
+
+        Args:
+            waiting: the last steps of the session, in order, without a gap.
+
+        Returns:
+            Steps to put in the place of the last ones of ``waiting``, as many as there are.
+        """
+        waiting = [step for step in waiting[-MAX_NARROWED_STEPS:] if step.generation == session.generation]
+        if not self.admission.holds(session) or not waiting:
+            return []
+        last, allowed = waiting[-1].message, MAX_NARROWED_STEPS + NARROWED_PER_STEP * session.num_taken
+        if last.sequence + last.covers != session.log.next_sequence or session.num_narrowed + len(waiting) > allowed:
+            return []
+        session.num_narrowed += len(waiting)
+        session.log.restore(waiting[0].before)
+        narrowed = []
+        for step in waiting:
+            before, rows = session.log.state(), _apply(session, step.message, only=frozenset(step.rows.nodes))
+            if not isinstance(rows, StepRows):
+                # A kept root descends from all that was committed, so that no cancel can be the reason.
+                self.end(session, "internal", "an error inside the node")
+                return []
+            self.counters["rows_taken_back"] += len(step.rows.live_rows) - len(rows.live_rows)
+            returned, out = _going_out(session, step.message, rows)
+            narrowed.append(replace(step, rows=rows, returned=returned, out=out, before=before))
+        return narrowed
 
     def rows_unfit(self, session: Session, message: Step, reason: str, *, now: MonotonicS) -> None:
         """The rows of a Take are none that may come: before the step has any part in a forward."""
@@ -376,12 +435,13 @@ class Serving:
         _leaves_queue(session, message)
         if not self.admission.holds(session):
             return
-        session.num_computed = step.rows.num_final
-        session.num_done = message.sequence + message.covers
+        self._note_computed(step)
         # Also now: a step of many rows on a slow device takes longer than a lease lasts.
         self.admission.renew(session, now=now)
         self.counters["steps"] += 1
         self.counters["rows"] += len(step.rows.live_rows)
+        if len(step.rows.live_rows) < message.tensor.num_rows:
+            self.counters["rows_skipped"] += message.tensor.num_rows - len(step.rows.live_rows)
         timings = (*message.timings, timing)
         is_in_force = self._takes(session, message.epoch)
         if step.returned is not None:
@@ -393,14 +453,45 @@ class Serving:
         else:
             self._retain(step, payload)
             if is_in_force and not step.stops:
-                tensor = TensorMeta(step.encoding, message.tensor.num_rows, self._row_size)
-                forward = msgspec.structs.replace(message, tensor=tensor, timings=timings)
-                self._commands.append(SendRows(session, session.next, forward, payload))
+                self._commands.append(SendRows(session, session.next, self._handed_on(step, timings), payload))
         if step.stops and is_in_force:
             done = Replayed(session.key, message.epoch, session.stage, session.num_done, session.num_computed)
             self._commands.append(Send(session.user, done))
         if session.resends:
             self._serve_resends(session, now)
+
+    def _note_computed(self, step: ServedStep) -> None:
+        """How far the session is: in entries of its log, and in positions whose KV is in its place."""
+        session, message = step.session, step.message
+        session.num_unfinished -= 1
+        session.num_computed = max(session.num_computed, step.rows.num_final)
+        if step.generation == session.generation:
+            session.num_done = message.sequence + message.covers
+        elif session.fold is not None:
+            session.fold.num_steps -= 1
+            self._finish_fold(session)
+
+    def _finish_fold(self, session: Session) -> None:
+        """What came before the fold is computed, if it is."""
+        if session.fold is not None and session.fold.num_steps == 0:
+            session.num_computed = max(session.num_computed, session.fold.num_in_place)
+            session.num_done, session.fold = session.fold.num_positions, None
+
+    def _handed_on(self, step: ServedStep, timings: tuple[StageTiming, ...]) -> Step:
+        """The message with what has been computed of its rows."""
+        message, nodes = step.message, step.rows.nodes
+        tensor = TensorMeta(step.encoding, len(nodes), self._row_size)
+        if len(nodes) == message.tensor.num_rows:
+            return msgspec.structs.replace(message, tensor=tensor, timings=timings)
+        live = sum(1 << (node - message.first_node) for node in nodes)
+        num_nodes = message.node_count
+        return msgspec.structs.replace(
+            message,
+            tensor=tensor,
+            timings=timings,
+            num_nodes=num_nodes,
+            live=live.to_bytes(-(-num_nodes // 8), "little"),
+        )
 
     def end(self, session: Session, code: str, reason: str, *, culprit: str = "") -> None:
         """The session is over here, for a reason of this node's if there is no culprit. Once."""
@@ -498,23 +589,40 @@ class Serving:
             self._refuse(peer, message.session, message.epoch, message.stage, session)
             return
         session.is_resumed = message.resumes
-        session.next_taken, session.last_taken = session.log.next_sequence, session.log.last_node
         if session is before:
             self.counters["sessions_adopted"] += 1
             self._clear_early(session)
             self._waiting_for_link.pop(session, None)
             self._to_dial.pop(session, None)
+            if message.folds:
+                self._fold(session, message)
             if session.is_last:
                 self.outputs.drop(_output_key(session))
         else:
             self.counters["sessions"] += 1
             self._open_outputs(session, prefix=message.prefix)
+        session.next_taken, session.last_taken = session.log.next_sequence, session.log.last_node
         if session.is_last:
             self._confirm(session, now)
         else:
             place = session.plan.stages[session.stage + 1]
             self._to_dial[session] = Connect(session, session.plan.epoch, place)
             self._dial()
+
+    def _fold(self, session: Session, message: OpenSession) -> None:
+        """The session's tree becomes a plain log, along the path that its user has committed."""
+        first_position = session.log.num_committed
+        committed = session.log.fold(message.path_start, message.path)
+        key, generation = _output_key(session), session.generation
+        session.generation += 1
+        self.outputs.commit(key, first_position, [_name(generation, node) for node in committed])
+        self.outputs.prune(key, is_live=_is_nothing)
+        # Of a session that is folded again before anything new has come, what is unfinished is of the first time.
+        log = session.log
+        session.fold = Fold(session.num_unfinished, log.num_committed, log.num_in_place)
+        session.num_done = session.num_computed
+        self._finish_fold(session)
+        self.counters["sessions_folded"] += 1
 
     def _dial(self) -> None:
         """Dials for those that wait, the earliest first, as many as may be dialled at once."""
@@ -643,7 +751,7 @@ class Serving:
             self.counters["steps_without_session"] += 1
             return
         problem = self._problem_with(session, message)
-        num_rows, waiting = message.tensor.num_rows, session.num_queued_rows
+        num_rows, waiting = message.node_count, session.num_queued_rows
         if problem is not None:
             self._blame(session, *problem, culprit=peer, now=now)
         elif waiting + num_rows > MAX_QUEUED_ROWS:
@@ -666,20 +774,21 @@ class Serving:
                 self._clear_early(session)
 
     def _take(self, session: Session, message: Step, payload: Payload) -> None:
-        session.num_queued_rows += message.tensor.num_rows
+        session.num_queued_rows += message.node_count
+        session.num_taken += 1
         session.next_taken = max(session.next_taken, message.sequence + message.covers)
-        session.last_taken = max(session.last_taken, message.first_node + message.tensor.num_rows - 1)
+        session.last_taken = max(session.last_taken, message.first_node + message.node_count - 1)
         self._commands.append(Take(session, message, payload))
 
     def _wait_for_earlier(self, session: Session, message: Step, payload: Payload, now: MonotonicS) -> None:
         """In a repair the entries of a session come from several peers, and the order of what they send is chance."""
-        place, num_rows = (message.sequence, message.first_node), message.tensor.num_rows
+        place, num_rows = (message.sequence, message.first_node), message.node_count
         if place in session.early:
             self.counters["steps_duplicate"] += 1
         elif session.num_early_rows + num_rows > MAX_EARLY_ROWS:
             reason = "too many rows wait for those that they follow"
             self._blame(session, "flooded", reason, culprit=session.previous, now=now)
-        elif not self._has_room_for(session, message.tensor):
+        elif not self._has_room_for(session, message):
             # The stage before has sent what it may: others fill the room, or the user does with other sessions.
             reason = "too many rows of all sessions wait for those that they follow"
             self._blame(session, "flooded", reason, culprit="", now=now)
@@ -689,13 +798,13 @@ class Serving:
             if session.early_until is None:
                 session.early_until = MonotonicS(now + EARLY_S)
 
-    def _has_room_for(self, session: Session, tensor: TensorMeta) -> bool:
+    def _has_room_for(self, session: Session, message: Step) -> bool:
         """Whether more rows can wait for those that they follow."""
         own = sum(each.num_early_rows for each in self._with_early if each.user == session.user)
         return (
-            own + tensor.num_rows <= MAX_EARLY_ROWS_OF_USER
-            and sum(each.num_early_rows for each in self._with_early) + tensor.num_rows <= MAX_ALL_EARLY_ROWS
-            and sum(each.num_early_bytes for each in self._with_early) + tensor.num_bytes <= MAX_ALL_EARLY_BYTES
+            own + message.node_count <= MAX_EARLY_ROWS_OF_USER
+            and sum(each.num_early_rows for each in self._with_early) + message.node_count <= MAX_ALL_EARLY_ROWS
+            and sum(each.num_early_bytes for each in self._with_early) + message.tensor.num_bytes <= MAX_ALL_EARLY_BYTES
         )
 
     def _clear_early(self, session: Session) -> None:
@@ -716,12 +825,36 @@ class Serving:
             return "bad-stop", "a step ends at no stage that is still before it"
         return None
 
+    def _cancel(self, peer: PeerId, message: Cancel) -> None:
+        session = self.admission.held(message.session, user=peer)
+        if session is None or not self._takes(session, message.epoch):
+            self.counters["cancels_late"] += 1
+        elif session.log.cancel(message.root) and session.num_unfinished:
+            self._commands.append(Narrow(session))
+
+    def _note_committed(self, session: Session, rows: StepRows) -> None:
+        """Nodes got their positions, of which some rows may be here and others still be computed; others have died."""
+        key, generation, log = _output_key(session), session.generation, session.log
+        if not rows.commits_all:
+            first_position = rows.num_final - len(rows.committed)
+            self.outputs.commit(key, first_position, [_name(generation, node) for node in rows.committed])
+        self.outputs.prune(key, is_live=lambda name: name >> 32 == generation and log.is_live(name & 0xFFFFFFFF))
+
     def _retain(self, step: ServedStep, payload: Payload) -> None:
-        key = _output_key(step.session)
-        if step.is_plain:
-            self.outputs.append(key, step.message.first_node - 1, step.message.tensor.num_rows, payload)
-        else:
-            self.outputs.drop(key)
+        session, nodes = step.session, step.rows.nodes
+        key = _output_key(session)
+        if step.is_appended:
+            if nodes:
+                self.outputs.append(key, step.rows.num_final - len(nodes), len(nodes), payload)
+            return
+        # The log runs ahead of the device: what has died by now is not kept.
+        is_current, log = step.generation == session.generation, session.log
+        self.outputs.hold(
+            key,
+            [_name(step.generation, node) for node in nodes],
+            payload,
+            is_live=lambda name: is_current and log.is_live(name & 0xFFFFFFFF),
+        )
 
     # repeating
 
@@ -839,10 +972,44 @@ class Serving:
         self._commands.append(Send(session.user, message))
 
 
+def _apply(session: Session, message: Step, *, only: frozenset[int] | None = None) -> StepRows | Duplicate | StepFault:
+    return session.log.apply(
+        message.sequence,
+        first_node=message.first_node,
+        num_rows=message.node_count,
+        parent=message.parent,
+        parents=message.parents,
+        advance=message.advance,
+        covers=message.covers,
+        live=message.live,
+        only=only,
+    )
+
+
+def _going_out(
+    session: Session, message: Step, rows: StepRows
+) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
+    """Nodes whose rows go back to the user and where those are; None where the rows go to the next stage."""
+    if not session.is_last:
+        return None, None
+    row_of = {node: row for row, node in enumerate(rows.nodes)}
+    returned = tuple(node for node in message.want if node in row_of)
+    return returned, tuple(row_of[node] for node in returned)
+
+
+def _name(generation: int, node: int) -> int:
+    """Of a node for the output log: ids of nodes come again after a fold."""
+    return generation << 32 | node
+
+
+def _is_nothing(name: int) -> bool:
+    return False
+
+
 def _leaves_queue(session: Session, message: Step) -> None:
-    session.num_queued_rows -= message.tensor.num_rows
+    session.num_queued_rows -= message.node_count
     if message.epoch < session.plan.epoch:
-        session.num_queued_before -= message.tensor.num_rows
+        session.num_queued_before -= message.node_count
 
 
 def _is_early(session: Session, message: Step) -> bool:

@@ -150,8 +150,8 @@ class Work:
         user: whose step it is; fairness is between users.
         num_rows: at least 1.
         group: only works of one group (the same layers) can share a forward. A session stays in its group.
-        extra_rows: what the step costs beside its rows, as rows: KV that it moves, dead rows that its frame carries. It
-            comes with the first row, cannot be split, and counts wherever rows are a measure of time or memory.
+        extra_rows: what the step costs beside its rows, as rows: KV that it moves. It comes with the first row, cannot
+            be split, and counts wherever rows are a measure of time or memory.
         is_tree: a speculation, whose user waits for it to go on: protected from others' prefills also when it is too
             wide to go before others' decodes.
         moves_kv: the step moves its session's KV first, so nothing earlier of the session may be in flight with it.
@@ -624,6 +624,33 @@ class BatchingCore:
         found = self._sessions.get(session)
         return self._drop(found) if found is not None else []
 
+    def not_begun(self, session: Hashable) -> list[Work]:
+        """The last works of a session, in order: those of which no row is in flight or done."""
+        found = self._sessions.get(session)
+        return [] if found is None else [entry.work for entry in found.entries if not entry.issued]
+
+    def replace(self, old: Work, new: Work) -> None:
+        """A work of which no row is in flight or done becomes another one of its session, with no more rows.
+
+        Raises:
+            LocalProtocolError: it has begun, or the other is larger or none of that session.
+        """
+        session = self._sessions.get(old.session)
+        entry = None if session is None else next((e for e in session.entries if e.work is old), None)
+        if session is None or entry is None or entry.issued:
+            raise LocalProtocolError("only a work that has not begun can be replaced")
+        is_alike = (new.session, new.user, new.group, new.priority, new.deadline) == (
+            old.session,
+            old.user,
+            old.group,
+            old.priority,
+            old.deadline,
+        )
+        if not is_alike or not 1 <= new.num_rows <= old.num_rows or new.extra_rows < 0:
+            raise LocalProtocolError("a work is replaced by a smaller one of its session")
+        entry.work = new
+        self._count(session, new.num_rows - old.num_rows, new.extra_rows - old.extra_rows)
+
     def get_timer(self) -> float | None:
         """When to call ``handle_timer`` and then, if a device is idle, ``next_batch``."""
         while self._deadlines and self._deadlines[0][1] not in self._not_begun:
@@ -931,6 +958,10 @@ class BatchingCore:
         """Rows of a session that are not in flight yet, with what they cost beside."""
         found = self._sessions.get(session)
         return found.cost_rows if found is not None else 0
+
+    def row_price_s(self, group: Hashable) -> float:
+        """By how much one more row would delay those who wait now, and whoever brings it, together; 0: not known."""
+        return self._time(group).row_s * (1 + len(self._waiting))
 
     def status(self, *, now: float) -> BatchingStatus:
         """The load, for the node's record and its counters."""

@@ -44,6 +44,8 @@ def decode_rows(meta: TensorMeta, payload: memoryview, *, as_dtype: str = "f32")
         RowsNotFinite: when a value is NaN or infinite.
         WireError: when the payload is compressed and does not decompress to what ``meta`` says, or is not canonical.
     """
+    if not meta.num_rows:  # of an entry whose nodes are all dead
+        return torch.empty(0, meta.row_size, dtype=WIRE_DTYPES[as_dtype if meta.dtype == INT8 else meta.dtype])
     plain = bytearray(payload) if not meta.codec else tensor_wire.decompress(payload, meta)
     if meta.dtype == INT8:
         return round_to(torch.from_numpy(tensor_wire.decode(meta, plain)), WIRE_DTYPES[as_dtype])
@@ -57,25 +59,25 @@ def decode_rows(meta: TensorMeta, payload: memoryview, *, as_dtype: str = "f32")
 class StepTensors:
     """The rows of one step on their way through a node: computed and encoded part by part.
 
-    Rows that are dead in the session's log are not computed, but keep their place on the way to the next stage, so that
-    every stage reads the same table of nodes.
+    Rows that are dead or skipped in the session's log are neither computed nor sent on.
 
     Args:
         rows_TD: as decoded.
-        live: indices of the rows that are not dead.
-        returned: indices into the live rows of those that go out; None for all rows, dead ones as zeros.
-        wire_dtype: encoding of what goes out, in each of which zeros are zero bytes.
+        live: indices of the rows to compute, ascending.
+        returned: indices into those of what goes out; None for all of them.
+        wire_dtype: encoding of what goes out.
     """
 
     def __init__(
         self, rows_TD: torch.Tensor, live: Sequence[int], returned: Sequence[int] | None, wire_dtype: str
     ) -> None:
+        self._live = tuple(live)
         self._rows_TD = rows_TD if len(live) == len(rows_TD) else rows_TD[list(live)]
-        num_out, places = (len(rows_TD), live) if returned is None else (len(returned), range(len(returned)))
-        self.meta = TensorMeta(wire_dtype, num_out, rows_TD.shape[1])
+        going = range(len(live)) if returned is None else returned
+        self.meta = TensorMeta(wire_dtype, len(going), rows_TD.shape[1])
         self._out = bytearray(self.meta.num_bytes)
-        self._row_bytes = len(self._out) // num_out if num_out else 0
-        self._place = dict(zip(range(len(live)) if returned is None else returned, places, strict=True))
+        self._row_bytes = len(self._out) // len(going) if going else 0
+        self._place = {row: place for place, row in enumerate(going)}
         """Where a live row goes in what goes out."""
         self._num_kept = 0
 
@@ -88,6 +90,19 @@ class StepTensors:
     def payload(self) -> memoryview:
         """What goes out, in the form that ``meta`` says."""
         return memoryview(self._out)
+
+    def narrowed(self, live: Sequence[int], returned: Sequence[int] | None) -> StepTensors:
+        """The same, of which nothing has been computed yet, with fewer live rows.
+
+        Args:
+            live: indices of the rows as they were decoded, each of which was live before.
+            returned: indices into ``live``; as when it was made.
+        """
+        rank_of = {row: rank for rank, row in enumerate(self._live)}
+        rows_TD = self._rows_TD[[rank_of[row] for row in live]]
+        narrowed = StepTensors(rows_TD, range(len(live)), returned, self.meta.dtype)
+        narrowed._live = tuple(live)
+        return narrowed
 
     def live_rows(self, start: int, stop: int) -> torch.Tensor:
         """Live rows ``[start, stop)`` to compute with, ``[T, D]``."""

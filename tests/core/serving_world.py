@@ -1,8 +1,8 @@
 """Serving cores on a wire in memory, with arithmetic in the place of a model: what a row became says what made it.
 
-A row of hidden state is a number. A stage's rows are its KV, by position; the row that it hands on for a position is a
-digest of its layers and of all its KV up to there. So a row that was computed from anything but the right history, or
-by the wrong stage, is another number, and so is every later one.
+A row of hidden state is a number. A stage's rows are its KV, by slot; the row that it hands on for a node is a digest
+of its layers and of all the KV that the node sees. So a row that was computed from anything but the right history, or
+by the wrong stage, is another number, and so is every later one. Slots that are free hold nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from fusion_node.daemon.admission_core import Admission, Session
 from fusion_node.daemon.output_log_core import OutputLog, Part
-from fusion_node.daemon.serving_core import Connect, Forget, Send, SendRows, ServedStep, Serving, Take
+from fusion_node.daemon.serving_core import Connect, Forget, Narrow, Send, SendRows, ServedStep, Serving, Take
 from fusion_node.engine.block_manager_core import BlockManager
 from fusion_node.types import LayerRange, ModelId, MonotonicS, PeerId
 from p2p.identity import Identity
@@ -128,17 +128,29 @@ class Node:
         step = self.waiting.popleft()
         if not self.admission.holds(step.session):
             return
-        kv = self.kv.setdefault(step.session, {})
-        slots = step.rows.first_slot + len(step.rows.live_rows)
-        self.admission.blocks.extend(step.session.key, slots, first_written=step.rows.first_slot)
-        incoming = self.rows_of[step]
+        kv, rows = self.kv.setdefault(step.session, {}), step.rows
+        self.admission.blocks.extend(
+            step.session.key, rows.first_slot + len(rows.live_rows), first_written=rows.first_slot
+        )
+        if rows.move is not None:
+            # Of a reused prefix nothing is known here.
+            moved = [kv.get(slot) for slot in rows.move.sources]
+            kv.update((rows.move.first_slot + index, value) for index, value in enumerate(moved) if value is not None)
+        for slot in [slot for slot in kv if slot >= rows.first_slot]:
+            del kv[slot]
+        incoming = self.rows_of.pop(step)
+        kv.update((rows.first_slot + index, incoming[row]) for index, row in enumerate(rows.live_rows))
         out = []
-        for row, position in zip(step.rows.live_rows, step.rows.positions, strict=True):
-            kv[position] = incoming[row]
-            history = [kv.get(p) for p in range(position + 1)]  # of a reused prefix nothing is known here
-            out.append(digest(step.session.layers.start, step.session.layers.stop, history))
-        rows = tuple(out) if step.out is None else tuple(out[index] for index in step.out)
-        self.core.step_computed(step, rows, StageTiming(1, 2), now=MonotonicS(self.now))
+        for index, position in enumerate(rows.positions):
+            seen = list(range(rows.first_slot + index + 1))
+            if not rows.is_chain:
+                mask = rows.visible[index]
+                others = [rows.num_committed + bit for bit in range(mask.bit_length()) if mask >> bit & 1]
+                seen = [*range(rows.num_committed), *others]
+            assert len(seen) == position + 1
+            out.append(digest(step.session.layers.start, step.session.layers.stop, [kv.get(slot) for slot in seen]))
+        result = tuple(out) if step.out is None else tuple(out[index] for index in step.out)
+        self.core.step_computed(step, result, StageTiming(1, 2), now=MonotonicS(self.now))
         self.carry_out()
 
     def carry_out(self) -> None:
@@ -159,11 +171,21 @@ class Node:
                         self.let_go()
                 case Connect():
                     self.connecting.append(command)
+                case Narrow(session):
+                    self.narrow(session)
                 case Forget(session):
                     self.forgotten.append(session)
                     self.kv.pop(session, None)
         self.admission.check_integrity()
         self.outputs.check_integrity()
+
+    def narrow(self, session: Session) -> None:
+        """Steps that wait are derived anew, as far as they are to be."""
+        ours = [step for step in self.waiting if step.session is session]
+        narrowed = self.core.narrow(session, ours)
+        for old, new in zip(ours[len(ours) - len(narrowed) :], narrowed, strict=True):
+            self.waiting[self.waiting.index(old)] = new
+            self.rows_of[new] = self.rows_of.pop(old)
 
     @property
     def rows_of(self) -> dict[ServedStep, tuple[int, ...]]:
@@ -316,11 +338,18 @@ class World:
         envelope = f"plan {self.epoch}".encode()
         for stage, node in enumerate(self.nodes):
             node.plans[envelope] = self.plan
-            self.post(self.user, node.peer, OpenSession(KEY, self.epoch, stage, envelope, resumes=resumes))
+            self.post(self.user, node.peer, self.opening(stage, envelope, resumes=resumes))
+
+    def opening(self, stage: int, envelope: bytes, *, resumes: bool) -> OpenSession:
+        return OpenSession(KEY, self.epoch, stage, envelope, resumes=resumes)
+
+    def rows(self, first: int, num_rows: int) -> tuple[int, ...]:
+        """What the user makes of the tokens at these positions."""
+        return tuple(embed(first + i) for i in range(num_rows))
 
     def send(self, num_rows: int) -> None:
         first = self.num_positions
-        rows = tuple(embed(first + i) for i in range(num_rows))
+        rows = self.rows(first, num_rows)
         self.post(self.user, self.nodes[0].peer, entry(self.plan, len(self.entries), first, num_rows), rows)
         self.entries.append((first, num_rows))
 
@@ -348,7 +377,7 @@ class World:
                 self.expected[stop] = order.sequence + order.covers
             first, num_rows = order.first_position, order.num_rows
             if order.begin == 0:
-                rows = tuple(embed(first + i) for i in range(num_rows))
+                rows = self.rows(first, num_rows)
                 want = (first + num_rows,) if order.is_wanted else ()
                 step = entry(
                     self.plan, order.sequence, first, num_rows, covers=order.covers, stop_stage=stop, want=want
@@ -371,10 +400,7 @@ class World:
                 if len(self.opened) == len(self.nodes):
                     self.replay()
             case StepResult():
-                (first, num_rows) = self.entries[message.sequence]
-                assert message.nodes == (first + num_rows,)
-                before = self.results.setdefault(message.sequence, rows[0])
-                assert before == rows[0]
+                self.got(message, rows)
             case Replayed() if (
                 message.epoch == self.epoch and self.expected.get(message.stage) == message.next_sequence
             ):
@@ -386,6 +412,12 @@ class World:
                 self.failures.append(message)
         self.is_repairing = len(self.opened) < len(self.nodes) or bool(self.expected) or self.lacks_results()
 
+    def got(self, message: StepResult, rows: tuple[int, ...]) -> None:
+        (first, num_rows) = self.entries[message.sequence]
+        assert message.nodes == (first + num_rows,)
+        before = self.results.setdefault(message.sequence, rows[0])
+        assert before == rows[0]
+
     def lacks_results(self) -> bool:
         return len(self.results) < len(self.entries)
 
@@ -394,7 +426,7 @@ class World:
     def step(self) -> bool:
         """One thing happens somewhere; False when nothing can."""
         links = [key for key, queue in self.links.items() if queue]
-        busy = [node for node in self.by_peer.values() if node.waiting]
+        busy = [] if links and self.is_slow() else [node for node in self.by_peer.values() if node.waiting]
         dialling = [node for node in self.by_peer.values() if node.connecting]
         options: list[object] = [*links, *busy, *dialling]
         if not options:
@@ -413,6 +445,10 @@ class World:
                     self.post(node.peer, target, message, rows)
             node.sent.clear()
         return True
+
+    def is_slow(self) -> bool:
+        """Whether nobody computes while something is under way."""
+        return False
 
     def deliver(self, link: tuple[PeerId, PeerId]) -> None:
         source, target = link

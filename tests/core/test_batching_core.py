@@ -183,6 +183,61 @@ def test_step_that_cannot_be_of_its_session_is_our_own_fault(second: Work) -> No
     batching.check_integrity()
 
 
+def test_work_that_has_not_begun_may_become_smaller_in_its_place() -> None:
+    batching = core(max_rows=8)
+    first, second, third = work("a1", 8), work("a1", 6, extra=2), work("a1", 5, moves_kv=True)
+    add(batching, first, second, third)
+    assert batching.not_begun("a1") == [first, second, third]
+    batch_of(batching)
+    assert batching.not_begun("a1") == [second, third]
+    smaller = work("a1", 2)
+    batching.replace(second, smaller)
+    batching.check_integrity()
+    assert batching.num_waiting_rows("a1") == 7
+    batch = batch_of(batching)
+    assert [(piece.work, piece.stop) for piece in batch.pieces] == [(smaller, 2)]
+    assert batching.not_begun("a2") == []
+
+
+@pytest.mark.parametrize(
+    "new",
+    [
+        work("a1", 5),
+        work("a1", 0),
+        work("a2", 2),
+        work("a1", 2, group=B),
+        work("a1", 2, user="b"),
+        work("a1", 1, extra=-1),
+    ],
+)
+def test_work_is_replaced_by_a_smaller_one_of_its_session_only(new: Work) -> None:
+    batching = core()
+    old = work("a1", 4)
+    add(batching, old)
+    with pytest.raises(LocalProtocolError, match="smaller one of its session"):
+        batching.replace(old, new)
+    batching.check_integrity()
+
+
+def test_work_that_has_begun_is_not_replaced() -> None:
+    batching = core()
+    old = work("a1", 4)
+    with pytest.raises(LocalProtocolError, match="not begun"):
+        batching.replace(old, work("a1", 2))
+    add(batching, old)
+    batch_of(batching)
+    with pytest.raises(LocalProtocolError, match="not begun"):
+        batching.replace(old, work("a1", 2))
+
+
+def test_price_of_a_row_is_what_it_costs_all_that_wait() -> None:
+    batching = core()
+    assert batching.row_price_s(A) == pytest.approx(ROW_S)
+    add(batching, work("a1"), work("a1"), work("b1", 30))
+    assert batching.row_price_s(A) == pytest.approx(3 * ROW_S)
+    assert BatchingCore().row_price_s(A) == 0.0
+
+
 # Decodes first, prefills in what others can wait for.
 
 

@@ -167,3 +167,89 @@ def test_what_is_kept_is_right_and_bounded_whatever_comes(seed: int, max_bytes: 
                 first = rng.randrange(length)
                 num_rows = rng.randrange(1, length - first + 1)
                 assert outputs.rows(each, first, num_rows) == payload(first, num_rows)
+
+
+# rows of trees
+
+
+def rows_of(*positions: int) -> memoryview:
+    """Rows that are each told from the others by a position."""
+    return memoryview(b"".join(bytes(payload(position, 1)) for position in positions))
+
+
+def test_rows_of_nodes_get_their_positions_whether_they_come_before_they_are_committed_or_after() -> None:
+    outputs = log()
+    outputs.open("a", row_bytes=ROW_BYTES)
+    outputs.append("a", 0, 2, payload(0, 2))
+    outputs.hold("a", (7, 8, 9), rows_of(2, 90, 3), is_live=lambda name: True)
+    outputs.commit("a", 2, (7, 9, 12))
+    assert outputs.num_positions("a") == 4
+    outputs.commit("a", 5, (13,))
+    outputs.hold("a", (13, 14), rows_of(5, 91), is_live=lambda name: name == 14)
+    assert outputs.num_positions("a") == 4
+    outputs.hold("a", (12,), rows_of(4), is_live=lambda name: False)
+    assert outputs.rows("a", 0, 6) == payload(0, 6)
+    outputs.check_integrity()
+
+
+def test_payload_between_committed_nodes_keeps_its_place() -> None:
+    """The log runs ahead: nodes are committed while a step before them is still computed."""
+    outputs = log()
+    outputs.open("a", row_bytes=ROW_BYTES)
+    outputs.hold("a", (5,), rows_of(2), is_live=lambda name: True)
+    outputs.commit("a", 2, (5,))
+    outputs.append("a", 0, 2, payload(0, 2))
+    assert outputs.rows("a", 0, 3) == payload(0, 3)
+
+
+def test_dead_nodes_are_given_up_and_no_row_holds_its_payload() -> None:
+    outputs = log()
+    outputs.open("a", row_bytes=ROW_BYTES)
+    source = bytearray(rows_of(0, 90, 91))
+    outputs.hold("a", (1, 2, 3), memoryview(source), is_live=lambda name: name != 3)
+    outputs.commit("a", 0, (1,))
+    before = outputs.num_bytes
+    outputs.prune("a", is_live=lambda name: False)
+    assert outputs.num_bytes == before - ROW_BYTES - CHUNK_OVERHEAD_BYTES
+    source.extend(b"may grow")  # a view of it would forbid that
+    assert outputs.rows("a", 0, 1) == payload(0, 1)
+    outputs.check_integrity()
+
+
+def test_held_rows_count_and_go_with_their_session() -> None:
+    outputs = log(3 * (ROW_BYTES + CHUNK_OVERHEAD_BYTES))
+    for key in "ab":
+        outputs.open(key, row_bytes=ROW_BYTES)
+    outputs.hold("a", (1, 2), rows_of(0, 1), is_live=lambda name: True)
+    outputs.hold("b", (1,), rows_of(0), is_live=lambda name: True)
+    assert outputs.is_kept("a")
+    outputs.hold("b", (2,), rows_of(1), is_live=lambda name: True)
+    assert (outputs.is_kept("a"), outputs.is_kept("b")) == (False, True)
+    outputs.drop("b")
+    assert outputs.num_bytes == 0
+    outputs.hold("b", (3,), rows_of(1), is_live=lambda name: True)
+    outputs.commit("b", 0, (3,))
+    assert (outputs.num_positions("b"), outputs.num_bytes) == (0, 0)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_committed_rows_are_kept_in_their_order_however_commits_and_rows_come(data: st.DataObject) -> None:
+    outputs = log()
+    outputs.open("a", row_bytes=ROW_BYTES)
+    num = data.draw(st.integers(1, 12))
+    live = set(range(100, 100 + num))
+    commits, arrivals = list(range(num)), data.draw(st.permutations(range(num)))
+    while commits or arrivals:
+        if commits and (not arrivals or data.draw(st.booleans())):
+            count = data.draw(st.integers(1, len(commits)))
+            outputs.commit("a", commits[0], [100 + p for p in commits[:count]])
+            del commits[:count]
+        elif arrivals:
+            count = data.draw(st.integers(1, len(arrivals)))
+            names = [100 + p for p in arrivals[:count]]
+            outputs.hold("a", names, rows_of(*arrivals[:count]), is_live=live.__contains__)
+            del arrivals[:count]
+        outputs.check_integrity()
+    assert outputs.rows("a", 0, num) == payload(0, num)
+    assert outputs.num_positions("a") == num

@@ -802,17 +802,36 @@ def test_node_without_memory_for_it_retains_nothing_and_says_so() -> None:
     assert (told.retained_positions, told.num_positions) == (0, 8)
 
 
-def test_tree_is_not_retained() -> None:
+def test_rows_of_a_tree_are_retained_as_they_are_committed() -> None:
+    nodes = three()
+    plan = opened(nodes)
+    outputs, key = nodes[0].outputs, (USER, KEY)
+    feed(nodes[0], plan, entry(plan, 0, 0, 3))
+    tree = entry(plan, 1, 3, 4, parents=(3, 3, 4, 6), advance=0)
+    nodes[0].receive(USER, tree, rows_of(3, 4))
+    (step,) = nodes[0].waiting
+    nodes[0].waiting.clear()
+    # The log runs ahead: 6 is committed before the rows of the tree are computed, and 5 is dead.
+    feed(nodes[0], plan, entry(plan, 2, 7, 1, first_node=8, parent=7, advance=6, want=()), computes=False)
+    assert outputs.num_positions(key) == 3
+    nodes[0].core.step_computed(step, (40, 50, 60, 70), StageTiming(0, 0), now=nodes[0].now)  # type: ignore[arg-type]
+    nodes[0].carry_out()
+    assert outputs.rows(key, 3, 2) == (40, 60)
+    feed(nodes[0], plan, entry(plan, 3, 8, 1, first_node=9, parent=8, advance=7, want=()), computes=False)
+    assert outputs.rows(key, 5, 1) == (70,)
+    assert outputs.num_positions(key) == 6
+
+
+def test_tree_that_was_not_folded_has_no_rows_to_repeat() -> None:
     nodes = three()
     plan = opened(nodes)
     feed(nodes[0], plan, entry(plan, 0, 0, 3))
-    assert nodes[0].outputs.num_positions((USER, KEY)) == 3
-    tree = entry(plan, 1, 3, 3, parents=(3, 3, 4), advance=0)
-    nodes[0].receive(USER, tree, rows_of(3, 3))
-    step = nodes[0].waiting.popleft()
-    nodes[0].core.step_computed(step, (1, 2, 3), StageTiming(0, 0), now=nodes[0].now)  # type: ignore[arg-type]
-    nodes[0].carry_out()
-    assert not nodes[0].outputs.is_kept((USER, KEY))
+    feed(nodes[0], plan, entry(plan, 1, 3, 2, parents=(3, 3), advance=4, want=()))
+    open_(nodes[0], plan_of(USER, nodes, 1), resumes=True)
+    nodes[0].connected()
+    told = only(nodes[0].told(SessionOpened))
+    assert isinstance(told, SessionOpened)
+    assert (told.next_sequence, told.num_positions, told.retained_positions) == (2, 4, 0)
 
 
 def test_rows_that_wait_for_earlier_ones_are_bounded_per_session_and_for_all() -> None:

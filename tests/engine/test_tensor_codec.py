@@ -59,15 +59,34 @@ def test_int8_refuses_rows_that_are_not_finite() -> None:
         decode_rows(TensorMeta(INT8, 1, 1), memoryview(b"\xc0\x7f\x01"))
 
 
-def test_a_step_leaves_int8_rows_in_the_place_of_the_dead_ones() -> None:
+def test_a_step_leaves_dead_rows_out() -> None:
     rows_TD = torch.linspace(-3, 3, 4 * 40).view(4, 40)
     tensors = StepTensors(rows_TD, [0, 2, 3], None, INT8)
     tensors.keep(0, rows_TD[[0, 2]])
     tensors.keep(2, rows_TD[[3]])
     assert tensors.is_complete
-    expected = rows_TD.clone()
-    expected[1] = 0
-    assert bytes(tensors.payload) == bytes(encode_rows(expected, INT8)[1])
+    assert bytes(tensors.payload) == bytes(encode_rows(rows_TD[[0, 2, 3]], INT8)[1])
+
+
+def test_a_step_that_has_not_begun_may_lose_rows() -> None:
+    rows_TD = torch.linspace(-3, 3, 5 * 40).view(5, 40)
+    tensors = StepTensors(rows_TD, [0, 2, 3, 4], None, INT8).narrowed([0, 3, 4], None).narrowed([0, 4], [1])
+    assert torch.equal(tensors.live_rows(0, 2), rows_TD[[0, 4]])
+    tensors.keep(0, rows_TD[[0, 4]])
+    assert tensors.is_complete
+    assert bytes(tensors.payload) == bytes(encode_rows(rows_TD[[4]], INT8)[1])
+    nothing = StepTensors(rows_TD, [0, 2], None, INT8).narrowed([], None)
+    assert nothing.is_complete
+    assert bytes(nothing.payload) == b""
+
+
+@pytest.mark.parametrize("dtype", [*WIRE_DTYPES, INT8])
+def test_no_rows_decode_to_an_empty_table(dtype: str) -> None:
+    assert decode_rows(TensorMeta(dtype, 0, 40), memoryview(b""), as_dtype="f16").shape == (0, 40)
+
+
+def test_a_step_may_return_no_row() -> None:
+    rows_TD = torch.linspace(-3, 3, 4 * 40).view(4, 40)
     none = StepTensors(rows_TD, [0, 1, 2, 3], [], INT8)
     none.keep(0, rows_TD)
     assert bytes(none.payload) == b""
