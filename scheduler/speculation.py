@@ -7,8 +7,9 @@ Three parts that know nothing of one another:
 * ``Calibration`` turns a drafter's own confidence into how often it was right, by counts per source and confidence.
 * ``ModePolicy`` chooses between plain decode, synchronous chains and the asynchronous tree by what each has brought.
 
-Guarantees: what probing loses against plain decode is at most MAX_LOSS_SHARE of what follows; a calibrated probability
-is in (0, 1), and is the drafter's own as long as nothing was counted.
+Guarantees: a mode that turns out slower than plain decode is left when it is MAX_TRIAL_LOSS_TOKENS behind, and tried
+again only when all such losses are MAX_LOSS_SHARE of what was committed; a calibrated probability is in (0, 1), and is
+the drafter's own as long as nothing was counted.
 
 Assumes: rounds of one session; ``now`` never goes back. No timers. Source: docs/speculation.md; chains after Leviathan,
 Kalman & Matias (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318), the rule by which a node is worth its price after
@@ -41,8 +42,8 @@ MAX_COUNT = 512.0
 """Candidates remembered per bin; then all counts are halved, so that a new topic shows."""
 
 MAX_LOSS_SHARE = 0.015
-"""Of the time that follows: what trying a mode that turns out slower than plain decode may cost. Half of what is
-promised, 3 %, since tokens come in lumps."""
+"""Of the tokens so far: what trials of modes that turned out slower than plain decode may have cost when the next one
+begins. Half of what is promised, 3 %."""
 
 MIN_STEP_S = 1e-6
 """A step that took less was not measured: two events at the same reading of a clock."""
@@ -55,8 +56,16 @@ SPELL_TOKENS = 32
 """Tokens over which the rate of a mode is averaged: it halves what is older."""
 
 MIN_BACK_OFF_TOKENS = 64
-MAX_BACK_OFF_TOKENS = 4096
-"""Until a mode that did not pay is tried again."""
+"""Until a mode that did not pay is tried again, at least."""
+
+MAX_TRIAL_LOSS_TOKENS = 3.0
+"""Behind plain decode, where a trial ends early."""
+
+MIN_GAIN = 0.98
+"""Of plain decode's speed: a mode that brings more is kept to, since measurements differ by as much."""
+
+MIN_EXPECTED_GAIN = 1.25
+"""By a formula, from which on chains are tried although another mode is well."""
 
 PLAIN_CHECK_BELOW = 1.3
 PLAIN_CHECK_EVERY_TOKENS = 256
@@ -363,8 +372,7 @@ class ModePolicy:
         return (now - since) / step_s - self._tokens_since_switch
 
     def _is_lossy(self, now: MonotonicS, step_s: float) -> bool:
-        allowed = max(MIN_SPELL_TOKENS / 2, MAX_LOSS_SHARE * self.num_tokens)
-        return self.mode is not Mode.PLAIN and self._loss(now, step_s) > allowed
+        return self.mode is not Mode.PLAIN and self._loss(now, step_s) > MAX_TRIAL_LOSS_TOKENS
 
     def _is_spell_over(self, now: MonotonicS, step_s: float) -> bool:
         if self._since is None:
@@ -399,33 +407,36 @@ class ModePolicy:
 
     def _best(self, step_s: float) -> Mode:
         plain = 1.0 / step_s
-        worth = {mode: self._worth(mode, step_s) for mode in self._modes}
-        best = max((Mode.TREE, Mode.CHAIN, Mode.PLAIN), key=lambda mode: worth.get(mode, -1.0))
+        rates = {Mode.PLAIN: plain if self.mode is Mode.PLAIN else MIN_GAIN * plain}
+        for mode in self._modes - {Mode.PLAIN}:
+            measured = self._measured[mode].rate
+            if measured is not None and not self._is_worse_than_plain(mode):
+                rates[mode] = measured
+        best = max((Mode.TREE, Mode.CHAIN, Mode.PLAIN), key=lambda mode: rates.get(mode, -1.0))
+        trials = [mode for mode in (Mode.TREE, Mode.CHAIN) if self._is_worth_a_trial(mode, rates[best], step_s)]
+        if trials:
+            return min(trials, key=lambda mode: self._tried_at.get(mode, -1))
         is_due = self.num_tokens - self._plain_checked_at >= PLAIN_CHECK_EVERY_TOKENS
-        if best is self.mode and best is not Mode.PLAIN and is_due and worth[best] < PLAIN_CHECK_BELOW * plain:
+        if best is self.mode and best is not Mode.PLAIN and is_due and rates[best] < PLAIN_CHECK_BELOW * plain:
             return Mode.PLAIN
         return best
 
-    def _worth(self, mode: Mode, step_s: float) -> float:
-        """Tokens per second that are expected of a mode; what may not be tried now is worth nothing."""
-        if mode is Mode.PLAIN:
-            return 1.0 / step_s
-        measured = self._measured[mode].rate
-        if measured is not None and not (self._is_worse_than_plain(mode) and self._may_try(mode)):
-            return measured
-        if not self._may_try(mode):
-            return 0.0
-        return math.inf if mode is Mode.TREE else self._expected_chain_rate(step_s)
-
-    def _may_try(self, mode: Mode) -> bool:
-        """As far as earlier trials have been paid for."""
-        if self.lost_tokens > MAX_LOSS_SHARE * self.num_tokens:
-            return mode not in self._tried_at and self.lost_tokens == 0.0
-        return self.num_tokens - self._tried_at.get(mode, -MIN_BACK_OFF_TOKENS) >= MIN_BACK_OFF_TOKENS
+    def _is_worth_a_trial(self, mode: Mode, best_rate: float, step_s: float) -> bool:
+        if mode not in self._modes or mode is self.mode:
+            return False
+        if self._measured[mode].rate is not None and not self._is_worse_than_plain(mode):
+            return False
+        if mode is Mode.CHAIN and self._expected_chain_rate(step_s) < MIN_EXPECTED_GAIN * best_rate:
+            return False
+        if mode not in self._tried_at:
+            return True
+        is_paid = self.lost_tokens + MAX_TRIAL_LOSS_TOKENS <= MAX_LOSS_SHARE * self.num_tokens
+        return is_paid and self.num_tokens - self._tried_at[mode] >= MIN_BACK_OFF_TOKENS
 
     def _is_worse_than_plain(self, mode: Mode) -> bool:
         measured, step_s = self._measured[mode].rate, self.plain_s
-        return measured is not None and step_s is not None and measured * step_s < 1.0
+        least = MIN_GAIN if mode is self.mode else 1.0
+        return measured is not None and step_s is not None and measured * step_s < least
 
     def _chain_ring(self, step_s: float) -> Ring:
         draft_s, price_s = self._chain_cost or (step_s, step_s)

@@ -50,6 +50,9 @@ less."""
 SLOW_FRAME_ROWS = 4
 """Of a frame where the wire is slower than the stages: the first rows leave before the last are there."""
 
+WIRE_SHARE = 0.9
+"""Of a slow wire that is used: what waits for it is late, and what it measures as has an error."""
+
 SLOW_WIRE_ROWS = 16
 """A wire is slow that takes longer for so many rows than the slowest stage for a pass."""
 
@@ -709,16 +712,19 @@ class SpeculationCore:
         return self._committed[position - self._first_committed][1]
 
     def _note_pass(self, num_rows: int, now: MonotonicS) -> None:
+        """Follows what keeps the first stage, or where that is slower the wire, busy after a frame."""
+        if self._is_wire_slow():
+            taken_s = num_rows * self._uplink_row_s / WIRE_SHARE
+            self._pass_ends_at = MonotonicS(max(now, self._pass_ends_at) + taken_s)
+            self._waiting_rows = 0
+            return
         if self._waiting_rows and now >= self._pass_ends_at:
-            self._pass_ends_at = MonotonicS(self._pass_ends_at + self._pace_s(self._waiting_rows))
+            self._pass_ends_at = MonotonicS(self._pass_ends_at + self._pass_s(self._waiting_rows))
             self._waiting_rows = 0
         if now >= self._pass_ends_at:
-            self._pass_ends_at = MonotonicS(now + self._pace_s(num_rows))
+            self._pass_ends_at = MonotonicS(now + self._pass_s(num_rows))
         else:
             self._waiting_rows += num_rows
-
-    def _pace_s(self, num_rows: int) -> float:
-        return max(self._pass_s(num_rows), num_rows * self._uplink_row_s)
 
     def _rate(self, now: MonotonicS) -> float:
         """Committed tokens per second, lately."""

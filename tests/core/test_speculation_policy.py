@@ -1,0 +1,249 @@
+"""What speculation is worth: closed forms, calibration, and the choice of mode."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fusion_node.types import MonotonicS
+from scheduler.speculation import (
+    LEAST_PROBABILITY,
+    Calibration,
+    Mode,
+    ModePolicy,
+    Ring,
+    async_chain_limit,
+    async_chain_rate,
+    best_chain_length,
+    chain_length_estimate,
+    chain_rate,
+    least_worth,
+    plain_rate,
+    tree_depth,
+    tree_rate,
+)
+
+
+def gpu_ring(num_stages: int, round_trip_ms: int) -> Ring:
+    legs_s = (num_stages + 1) * round_trip_ms / 2000
+    return Ring(legs_s, (0.008,) * num_stages, (0.0001,) * num_stages, 0.00002, 0.003, 0.001)
+
+
+# closed forms, against the table of docs/speculation.md
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "round_trip_ms", "acceptance", "plain", "chain", "length", "async_chain"),
+    [
+        (3, 20, 0.6, 15.3, 29.2, 4, 33.9),
+        (4, 20, 0.8, 12.0, 38.8, 8, 50.3),
+        (5, 50, 0.8, 5.2, 20.1, 11, 24.1),
+        (8, 100, 0.9, 1.9, 15.2, 26, 18.3),
+    ],
+)
+def test_formulas_give_the_speeds_of_the_table(
+    num_stages: int,
+    round_trip_ms: int,
+    acceptance: float,
+    plain: float,
+    chain: float,
+    length: int,
+    async_chain: float,
+) -> None:
+    ring = gpu_ring(num_stages, round_trip_ms)
+    assert plain_rate(ring) == pytest.approx(plain, abs=0.05)
+    assert best_chain_length(acceptance, ring) == length
+    assert chain_rate(acceptance, ring, length) == pytest.approx(chain, abs=0.05)
+    assert max(async_chain_rate(acceptance, ring, rows) for rows in (1, 2, 3, 4)) == pytest.approx(
+        async_chain, abs=0.05
+    )
+    assert chain_length_estimate(acceptance, ring) == pytest.approx(length, rel=0.15)
+
+
+def test_a_chain_of_known_acceptance_takes_as_long_as_the_formula_says() -> None:
+    chance, ring, acceptance, length = random.Random(1), gpu_ring(5, 50), 0.8, 11
+    tokens = seconds = 0.0
+    for _ in range(20_000):
+        accepted = next((i for i in range(length) if chance.random() >= acceptance), length)
+        tokens += accepted + 1
+        seconds += length * ring.draft_s + ring.latency_s(length + 1)
+    assert tokens / seconds == pytest.approx(chain_rate(acceptance, ring, length), rel=0.02)
+
+
+def test_no_chain_passes_its_limit_and_a_sure_drafter_has_none() -> None:
+    ring = gpu_ring(5, 50)
+    assert async_chain_rate(0.8, ring, 2) < async_chain_limit(0.8, ring)
+    assert async_chain_limit(1.0, ring) > 1e6
+    assert chain_rate(1.0, ring, 7) == pytest.approx(8 / (7 * ring.draft_s + ring.latency_s(8)))
+    assert chain_length_estimate(0.0, ring) == 0.0
+    assert best_chain_length(0.0, ring) == 0
+
+
+def test_a_tree_of_one_candidate_is_a_chain_and_more_candidates_are_worth_more() -> None:
+    assert tree_depth((0.8,), 50) == pytest.approx(0.8 / 0.2, rel=1e-4)
+    assert tree_depth((0.8, 0.1), 1) == 0.8
+    assert tree_depth((0.8, 0.1), 3) == pytest.approx(0.8 + 0.64 + 0.512)
+    assert tree_depth((0.5, 0.4), 3) == pytest.approx(0.5 + 0.4 + 0.25)
+    assert tree_depth((), 5) == 0.0
+    ring = gpu_ring(4, 50)
+    assert tree_rate((0.8, 0.08, 0.04), ring, 16) > async_chain_limit(0.8, ring)
+
+
+def test_a_node_is_worth_its_row_when_it_brings_more_than_it_delays() -> None:
+    assert least_worth(40.0, 0.0005) == pytest.approx(0.02)
+    assert least_worth(40.0, 0.0) == LEAST_PROBABILITY
+    assert least_worth(1e9, 1e9) == 1.0
+
+
+# calibration
+
+
+def test_a_source_is_believed_until_it_was_counted() -> None:
+    calibration = Calibration()
+    assert calibration.probability("head", 0.7) == 0.7
+    calibration.record("other", 0.7, False)
+    assert calibration.probability("head", 0.7) == 0.7
+
+
+def test_a_source_that_is_right_less_often_than_it_says_is_believed_less() -> None:
+    calibration, chance = Calibration(), random.Random(1)
+    for _ in range(2000):
+        calibration.record("boaster", 0.9, chance.random() < 0.3)
+        calibration.record("honest", 0.9, chance.random() < 0.9)
+    assert calibration.probability("boaster", 0.9) == pytest.approx(0.3, abs=0.08)
+    assert calibration.probability("honest", 0.9) == pytest.approx(0.9, abs=0.05)
+
+
+def test_expected_calibration_error_is_small_for_any_monotone_distortion() -> None:
+    calibration, chance = Calibration(), random.Random(2)
+    for _ in range(20_000):
+        truth = chance.random()
+        calibration.record("x", truth**3, chance.random() < truth)
+    error = 0.0
+    for step in range(1, 100):
+        truth = step / 100
+        error += abs(calibration.probability("x", truth**3) - truth) / 99
+    assert error < 0.05
+
+
+def test_counts_follow_a_new_topic() -> None:
+    calibration = Calibration()
+    for _ in range(5000):
+        calibration.record("x", 0.5, True)
+    for _ in range(1500):
+        calibration.record("x", 0.5, False)
+    assert calibration.probability("x", 0.5) < 0.2
+
+
+@given(st.floats(allow_nan=True, allow_infinity=True), st.lists(st.booleans(), max_size=30))
+@settings(max_examples=100, deadline=None)
+def test_any_confidence_becomes_a_probability(confidence: float, outcomes: list[bool]) -> None:
+    calibration = Calibration()
+    for is_right in outcomes:
+        calibration.record("x", confidence, is_right)
+    assert 0.0 < calibration.probability("x", confidence) < 1.0
+
+
+# modes
+
+
+def speeds(plain: float, chain: float, tree: float) -> dict[Mode, float]:
+    return {Mode.PLAIN: plain, Mode.CHAIN: chain, Mode.TREE: tree}
+
+
+class Session:
+    """Tokens come at the rate of the mode that the policy chose, evenly or by chance."""
+
+    def __init__(self, policy: ModePolicy, seed: int | None = None) -> None:
+        self.policy = policy
+        self.now = 0.0
+        self.modes: list[Mode] = []
+        self._chance = None if seed is None else random.Random(seed)
+
+    def run(self, rates: dict[Mode, float], num_tokens: int, acceptance: float = 0.5) -> float:
+        """Tokens per second, over plain decode's."""
+        policy, since = self.policy, self.now
+        if policy.plain_s is None:
+            policy.plain_step(1 / rates[Mode.PLAIN])
+            policy.chain_cost(draft_s=0.05 / rates[Mode.PLAIN], price_s=0.02 / rates[Mode.PLAIN])
+        for index in range(num_tokens):
+            mode = policy.decide(now=MonotonicS(self.now)).mode
+            self.modes.append(mode)
+            is_uneven = self._chance is not None and mode is not Mode.PLAIN
+            self.now += (self._chance.expovariate(1.0) if self._chance and is_uneven else 1.0) / rates[mode]
+            policy.drafted(is_right=0.618 * index % 1.0 < acceptance)
+            policy.committed(now=MonotonicS(self.now))
+        return num_tokens / (self.now - since) / rates[Mode.PLAIN]
+
+
+def test_a_tree_that_pays_is_never_left() -> None:
+    session = Session(ModePolicy())
+    assert session.run(speeds(10, 15, 30), 500) == pytest.approx(3.0)
+    assert set(session.modes) == {Mode.TREE}
+
+
+@pytest.mark.parametrize("seed", [None, 1, 2])
+@pytest.mark.parametrize("rates", [(10, 9, 9.5), (10, 7, 7), (10, 5, 5), (10, 2, 2), (10, 1, 9.9)])
+def test_speculation_that_does_not_pay_costs_three_per_cent_at_most(
+    rates: tuple[float, float, float], seed: int | None
+) -> None:
+    assert Session(ModePolicy(), seed).run(speeds(*rates), 2000) > 0.97
+
+
+def test_chains_are_tried_when_the_tree_does_not_pay_and_a_formula_speaks_for_them() -> None:
+    session = Session(ModePolicy())
+    assert session.run(speeds(10, 14, 2), 1000) > 1.3
+    session = Session(ModePolicy())
+    session.run(speeds(10, 14, 2), 300, acceptance=0.0)
+    assert Mode.CHAIN not in session.modes
+
+
+def test_a_mode_that_begins_to_pay_is_found() -> None:
+    session = Session(ModePolicy())
+    session.run(speeds(10, 5, 5), 1000)
+    assert session.modes[-1] is Mode.PLAIN
+    session.run(speeds(10, 5, 30), 1000)
+    assert session.modes[-1] is Mode.TREE
+
+
+def test_plain_decode_that_has_become_faster_is_found() -> None:
+    session = Session(ModePolicy())
+    session.run(speeds(10, 5, 12), 300)
+    assert session.modes[-1] is Mode.TREE
+    session.run(speeds(20, 5, 12), 600)
+    assert session.modes[-1] is Mode.PLAIN
+
+
+def test_modes_that_are_not_allowed_are_not_chosen() -> None:
+    session = Session(ModePolicy((Mode.CHAIN,)))
+    session.run(speeds(10, 5, 100), 500)
+    assert Mode.TREE not in session.modes
+    assert session.modes[-1] is Mode.PLAIN
+
+
+def test_a_pause_is_held_against_no_mode() -> None:
+    session = Session(ModePolicy())
+    session.run(speeds(10, 5, 30), 100)
+    session.policy.paused()
+    session.now += 60.0
+    session.run(speeds(10, 5, 30), 100)
+    assert set(session.modes) == {Mode.TREE}
+
+
+def test_the_length_of_chains_follows_what_they_cost_and_how_often_they_are_right() -> None:
+    def length(acceptance: float, draft_s: float) -> int:
+        policy = ModePolicy((Mode.CHAIN,))
+        policy.plain_step(0.1)
+        policy.chain_cost(draft_s=draft_s, price_s=0.001)
+        for index in range(400):
+            policy.drafted(is_right=0.618 * index % 1.0 < acceptance)
+        return policy.decide(now=MonotonicS(0.0)).chain_length
+
+    assert length(0.9, 0.003) > length(0.5, 0.003)
+    assert length(0.9, 0.003) > length(0.9, 0.05)
+    assert length(0.01, 0.05) == 1
+    assert math.isfinite(length(1.0, 0.003))
