@@ -10,7 +10,7 @@ PIP_ARGS ?=
 # Arguments of the demonstration, for example DEMO_ARGS="--prompt 'Why is the sky blue?'"
 DEMO_ARGS ?=
 # Arguments of the tests, which run in two processes side by side; -n 0 runs them in one.
-PYTEST_ARGS ?= -n 2 --dist loadgroup
+PYTEST_ARGS ?= -n 2 --dist loadgroup --no-loadscope-reorder
 # The interpreter that the environment is made from; the first of 3.13, 3.12, 3.11 and python3 that will do, if empty.
 PYTHON ?=
 
