@@ -90,6 +90,12 @@ class Boundary:
         rows: torch.Tensor = self._norm(rows_TD.to(device=self.device, dtype=self.numerics.dtype))
         return rows
 
+    @torch.inference_mode()
+    def head(self, normed_TD: torch.Tensor) -> torch.Tensor:
+        """The LM head alone: ``[T, V]`` in float32 of rows that are normed already, left on the device."""
+        logits: torch.Tensor = self._head(normed_TD.to(device=self.device, dtype=self.numerics.dtype))
+        return logits.float()
+
     def head_rows(self, token_ids: Sequence[int]) -> torch.Tensor:
         """The LM head's weights for these tokens, ``[len(token_ids), D]`` in float32: what drafts multiply by.
 

@@ -25,9 +25,10 @@ class Verified:
 
     Attributes:
         rows_TD: rows of the last stage, before the final norm; None when they are not at hand.
-        taps_TLD: rows after the layers that ``Drafter.tap_layers`` names; None when they did not come.
+        taps_TLD: rows after the layers that ``tap_layers`` names; None when they did not come.
         top_ids_TK: the K most probable tokens of each choice, best first; the chosen one need not be among them.
         top_probabilities_TK: theirs, by a softmax at temperature 1.
+        tap_layers: at least those that a drafter has asked for: n is the row after n layers.
     """
 
     tokens: Sequence[int]
@@ -35,6 +36,7 @@ class Verified:
     taps_TLD: npt.NDArray[np.float32] | None = None
     top_ids_TK: npt.NDArray[np.int32] | None = None
     top_probabilities_TK: npt.NDArray[np.float32] | None = None
+    tap_layers: tuple[int, ...] = ()
 
 
 class SharedNoise(Protocol):
