@@ -76,8 +76,12 @@ def train(
     batch: BatchSize = 48,
     features: Annotated[
         str,
-        typer.Option("--features", help="three: a third, two thirds and all of the depth; last: the last layer only."),
-    ] = "three",
+        typer.Option(
+            "--features",
+            metavar="last|three",
+            help="Rows of the last layer; or also of a third and two thirds of the depth.",
+        ),
+    ] = "last",
     draft_vocab: Annotated[int, typer.Option("--draft-vocab", min=16, help="Tokens that the head can guess.")] = 8192,
     learning_rate: Annotated[float, typer.Option("--learning-rate", help="Of the layer, at its highest.")] = 4e-4,
     seed: Annotated[int, typer.Option(min=0, help="The same seed and data give the same head.")] = 0,

@@ -49,7 +49,7 @@ def measure(
     num_steps: int = MEASURED_STEPS,
     batch_positions: int = 1024,
 ) -> Acceptance:
-    """Acceptance by depth on these texts.
+    """Acceptance by depth on these texts, of a head that is not told a prompt's rows, which not every swarm returns.
 
     Raises:
         ConfigError: none of them is long enough to say anything.
@@ -124,7 +124,8 @@ def _unrolled(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Per step the hidden states, which of them count, and the target's most probable tokens there."""
     embedded = embed(boundary, batch.ids_BT).to(head.log_scales.device)
-    for step, hidden in enumerate(head.unroll(batch.features_BTkD, embedded, num_steps), 1):
+    hiddens = head.unroll(batch.features_BTkD, embedded, num_steps, first_seen_B=batch.first_starts_B)
+    for step, hidden in enumerate(hiddens, 1):
         yield hidden, batch.valid(step), batch.top_ids_BTK[:, step:, 0]
 
 

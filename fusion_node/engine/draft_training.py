@@ -298,6 +298,7 @@ class Trainer:
             num_steps=num_unrolled,
             decay=settings.depth_decay,
             noise_BTkD=self._noise(batch, step),
+            first_seen_B=self._first_seen(batch, step),
         )
         value = float(loss.detach())
         if not math.isfinite(value):
@@ -323,6 +324,12 @@ class Trainer:
         num_features = features.shape[2] * features.shape[3]
         scale = self._fc.scale[:num_features].view(features.shape[2:])
         return noise.to(scale) * scale * self.settings.noise
+
+    def _first_seen(self, batch: Batch, step: int) -> torch.Tensor:
+        """Half of the texts are learnt without the rows of their prompts, which do not come back from every swarm."""
+        generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + step + 500_000)
+        is_hidden = torch.rand(len(batch.ids_BT), generator=generator) < 0.5
+        return batch.first_starts_B * is_hidden.to(batch.first_starts_B)
 
     def _evaluate(self, loss: float) -> Measured:
         found = measure(self.head, self._boundary, self._held_out)
@@ -412,12 +419,15 @@ def chain_loss(
     num_steps: int,
     decay: float = 1.0,
     noise_BTkD: torch.Tensor | None = None,
+    first_seen_B: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Cross-entropy of all chains against the target's probabilities; a step weighs ``decay`` of the one before."""
     device = head.log_scales.device
     loss = torch.zeros((), device=device)
     with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
-        hiddens = head.unroll(batch.features_BTkD, embedded_BTD.to(device), num_steps, noise_BTkD=noise_BTkD)
+        hiddens = head.unroll(
+            batch.features_BTkD, embedded_BTD.to(device), num_steps, noise_BTkD=noise_BTkD, first_seen_B=first_seen_B
+        )
         for step, hidden in enumerate(hiddens, 1):
             valid = batch.valid(step)
             logits = head.logits(hidden[valid], head_WD, step)

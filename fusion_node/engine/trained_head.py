@@ -187,26 +187,27 @@ class TrainedHead(torch.nn.Module):
         num_steps: int,
         *,
         noise_BTkD: torch.Tensor | None = None,
-        num_positions: int | None = None,
+        first_seen_B: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
         """Chains from every position of known text at once, each step on the head's own last output.
 
         Args:
             embedded_BTD: embeddings of the same text, position by position.
             noise_BTkD: added to the normed features.
-            num_positions: of the text that can be looked at; fewer than T cut what lies behind.
+            first_seen_B: positions before it have no keys: rows of a prompt that the swarm did not return.
 
         Returns:
             Per step j, hidden states ``[B, T - j, D]``: row s is what a chain that starts at s says of s + j.
 
         Source: EAGLE-3 §3.2, "training-time test".
         """
-        total = embedded_BTD.shape[1] if num_positions is None else num_positions
+        total = embedded_BTD.shape[1]
         positions_T = torch.arange(total, device=embedded_BTD.device)
-        first_BSD = self._start_noisy(features_BTkD[:, : total - 1], embedded_BTD[:, 1:total], noise_BTkD)
+        first_BSD = self._start_noisy(features_BTkD[:, :-1], embedded_BTD[:, 1:], noise_BTkD)
         query, first_keys, first_values = self.qkv(first_BSD, positions_T[: total - 1])
         groups = self.config.num_attention_heads // self.config.num_key_value_heads
         first_keys, first_values = (t.repeat_interleave(groups, dim=1) for t in (first_keys, first_values))
+        hidden_from = _hidden_from(positions_T[:-1], first_seen_B)
         own: list[tuple[torch.Tensor, torch.Tensor]] = []
         hiddens: list[torch.Tensor] = []
         start_BSD = first_BSD
@@ -218,7 +219,13 @@ class TrainedHead(torch.nn.Module):
                 start_BSD = self.next(hiddens[-1][:, :num_starts], embedded_BTD[:, step:total])
                 query, key, value = self.qkv(start_BSD, positions_T[step - 1 : total - 1])
                 own.append((key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)))
-            attended = _attend_chains(query, first_keys[:, :, :num_starts], first_values[:, :, :num_starts], own)
+            attended = _attend_chains(
+                query,
+                first_keys[:, :, :num_starts],
+                first_values[:, :, :num_starts],
+                own,
+                hidden_from[..., :num_starts, :num_starts],
+            )
             hiddens.append(self.finish(start_BSD, attended))
         return hiddens
 
@@ -352,21 +359,31 @@ def _rotated(x_BNTH: torch.Tensor, angles_TH: torch.Tensor) -> torch.Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
+def _hidden_from(starts_S: torch.Tensor, first_seen_B: torch.Tensor | None) -> torch.Tensor:
+    """Which first steps (columns) a chain (row) does not see, ``[B, 1, S, S]``: later ones, and those without keys."""
+    before = starts_S[None, :] - starts_S[:, None]
+    hidden = (before > 0)[None, None]
+    if first_seen_B is None:
+        return hidden
+    # Its own it always has, or there would be nothing to attend to.
+    return hidden | ((starts_S < first_seen_B[:, None])[:, None, None] & (before < 0))
+
+
 def _attend_chains(
     query_BNSH: torch.Tensor,
     keys_BNSH: torch.Tensor,
     values_BNSH: torch.Tensor,
     own: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    hidden_from_SS: torch.Tensor,
 ) -> torch.Tensor:
-    """One step of all chains: causal over the first steps, and then each chain's own later steps.
+    """One step of all chains: over the first steps that each may see, and then over its own later steps.
 
     Returns:
         ``[B, S, N, H]``.
     """
     num_starts, dim = query_BNSH.shape[2:]
     scores = query_BNSH @ keys_BNSH.transpose(2, 3) * dim**-0.5
-    after = torch.ones((num_starts, num_starts), dtype=torch.bool, device=scores.device).triu_(1)
-    scores = scores.masked_fill(after, -torch.inf)
+    scores = scores.masked_fill(hidden_from_SS, -torch.inf)
     later = [(query_BNSH * key[:, :, :num_starts]).sum(-1, keepdim=True) * dim**-0.5 for key, _ in own]
     shares = torch.softmax(torch.cat((scores, *later), dim=-1), dim=-1)
     out = shares[..., :num_starts] @ values_BNSH

@@ -66,7 +66,7 @@ def test_train_leaves_a_head_and_nothing_else(trained: tuple[Path, dict[str, obj
     folder, result, err = trained
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
     head = TrainedHead.load(folder)
-    assert head.config.feature_layers == (1, 2, 3)
+    assert head.config.feature_layers == (3,)
     assert len(head.config.target_model_id) == 64
     assert 400 <= int(str(result["num_positions"])) < 800
     assert "min for the answers" in err
@@ -91,7 +91,7 @@ def test_eval_measures_by_kind_of_text(home: Path, trained: tuple[Path, dict[str
 
 
 def test_train_that_was_stopped_goes_on(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ["train", "tiny", "--out", str(tmp_path / "head"), *SMALL, *ON_CPU, "--features", "last"]
+    words = ["train", "tiny", "--out", str(tmp_path / "head"), *SMALL, *ON_CPU, "--features", "three"]
     with monkeypatch.context() as patched:
 
         def stop(*_: object) -> None:
@@ -104,13 +104,13 @@ def test_train_that_was_stopped_goes_on(home: Path, tmp_path: Path, monkeypatch:
     assert shards
     run(home, *words, "--keep-data")
     assert [path.stat().st_mtime_ns for path in shards] == before
-    assert TrainedHead.load(tmp_path / "head").config.feature_layers == (3,)
+    assert TrainedHead.load(tmp_path / "head").config.feature_layers == (1, 2, 3)
 
 
 def test_dry_run_only_measures(home: Path, tmp_path: Path) -> None:
     out, _ = run(home, "train", "tiny", "--out", str(tmp_path / "head"), *SMALL, *ON_CPU, "--dry-run", "--json")
     estimate = json.loads(out)
-    assert estimate["disk_bytes"] == 540 * (3 * 48 * 2 + 16 * 6 + 4)
+    assert estimate["disk_bytes"] == 540 * (48 * 2 + 16 * 6 + 4)
     assert all(value > 0 for value in estimate.values())
     assert not (tmp_path / "head").exists()
 

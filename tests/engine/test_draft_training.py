@@ -321,14 +321,17 @@ def test_batches_hold_every_text_once_and_no_more_than_fits() -> None:
 def one_chain(
     head: TrainedHead, boundary: Boundary, text: Recording, start: int, num_steps: int
 ) -> list[tuple[bool, bool]]:
-    """Guesses of one chain, position by position, with keys and values in plain lists, for first and first eight."""
+    """Guesses of one chain, position by position, with keys and values in plain lists, for first and first eight.
+
+    Rows of the prompt but for the last are not there.
+    """
     embedded = boundary.embed(text.tokens_T.tolist())
     features = text.features_TkD.float()
     head_WD = boundary.head_rows(head.token_ids.tolist())
     groups = head.config.num_attention_heads // head.config.num_key_value_heads
     keys, values, guesses = [], [], []
     hidden = None
-    for position in range(start + 1):
+    for position in range(text.first_start, start + 1):
         row = head.start(features[position], embedded[position + 1])
         query, key, value = head.qkv(row[None, None], torch.tensor([position]))
         keys.append(key[0, :, 0])
