@@ -95,7 +95,7 @@ class StageTiming(msgspec.Struct, frozen=True, array_like=True):
     compute_us: U32
     price_us: U32 = 0
     """What one more row in the next step would cost whoever waits here now, as microseconds of the device; or what it
-    takes on the way out, where that is more. 0: not known."""
+    takes on the way out, where that is more. 0: next to nothing, or not known."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=True):

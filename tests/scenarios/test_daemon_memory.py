@@ -29,6 +29,7 @@ from p2p.identity import Identity
 from p2p.messages import (
     MAX_NODES_PER_STEP,
     AnyMessage,
+    Cancel,
     CloseSession,
     OpenSession,
     SessionClosed,
@@ -516,6 +517,41 @@ async def test_queued_steps_of_a_closed_session_are_not_computed(swarm: MemorySw
     user = await swarm.user()
     assert (await swarm.answer(user, [node], PROMPT)).tokens == reference(swarm.model, PROMPT)
     assert stage.num_forward == 1 + 8
+
+
+@pytest.mark.parametrize("cancels", [True, False])
+async def test_rows_that_are_cancelled_while_they_wait_are_not_computed_and_others_are_as_ever(
+    swarm: MemorySwarm, cancels: bool
+) -> None:
+    node, stage = await held_node(swarm)
+    stranger = swarm.stranger()
+    plan = swarm.plan(stranger.peer, [node])
+    await stranger.open(plan, [node])
+    await stranger.get(SessionOpened)
+    paths = {1: (5,), 2: (5, 6), 3: (5, 7), 4: (5, 6, 8), 5: (5, 7, 9), 6: (5, 6, 8, 10), 7: (5, 7, 9, 11)}
+    steps = (((1,), (0,), 1), ((2, 3, 4, 5), (1, 1, 2, 3), 0), ((6, 7), (4, 5), 3))
+    for sequence, (nodes, parents, advance) in enumerate(steps):
+        tensor, payload = swarm.rows([paths[each][-1] for each in nodes])
+        message = step(
+            plan, tensor, sequence, first_node=nodes[0], parents=parents, advance=0 if cancels else advance, want=nodes
+        )
+        stranger.pool.send(node.peer, message, payload)
+        await until(lambda: stage.num_forward == 1)
+    await until(lambda: node.server.status().num_waiting_rows == (6 if cancels else 5))
+    if cancels:
+        stranger.pool.send(node.peer, Cancel(plan.session, plan.epoch, 3))
+        await until(lambda: node.server.counters["rows_taken_back"] == 3)
+    stage.gate.set()
+    await until(lambda: sum(isinstance(message, StepResult) for _, message, _ in stranger.frames) == 3)
+    for (_, result, rows), wanted in zip(stranger.frames, ((1,), (3, 5), (7,)), strict=False):
+        assert isinstance(result, StepResult)
+        if cancels:
+            assert result.nodes == wanted
+        table = np.frombuffer(rows, np.float32).reshape(len(result.nodes), -1)
+        for each, row in zip(result.nodes, table, strict=True):
+            logits = swarm.boundary.logits(torch.from_numpy(row.copy())[None])[0]
+            expected = swarm.model.whole(input_ids=torch.tensor([paths[each]])).logits[0, -1]  # type: ignore[operator]
+            assert np.abs(logits - expected.detach().numpy()).max() < 1e-4
 
 
 @pytest.mark.parametrize("is_closed", [True, False])
