@@ -82,7 +82,7 @@ def train(
             help="Rows of the last layer; or also of a third and two thirds of the depth.",
         ),
     ] = "last",
-    draft_vocab: Annotated[int, typer.Option("--draft-vocab", min=16, help="Tokens that the head can guess.")] = 8192,
+    draft_vocab: Annotated[int, typer.Option("--draft-vocab", min=16, help="Tokens that the head can guess.")] = 10_240,
     learning_rate: Annotated[float, typer.Option("--learning-rate", help="Of the layer, at its highest.")] = 4e-4,
     seed: Annotated[int, typer.Option(min=0, help="The same seed and data give the same head.")] = 0,
     disk: Annotated[str, typer.Option("--disk", metavar="SIZE", help="Data on the disk, at most.")] = "4GiB",

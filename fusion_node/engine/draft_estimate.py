@@ -18,8 +18,12 @@ _PROMPT_SHARE = 0.35
 """Positions of prompts, which are recorded and attended to but not learnt, per position of an answer: measured on the
 built-in model with its default system prompt."""
 
-_LENGTH_FACTOR = 1.25
-"""Of a step late in long answers to one early in short ones, prompts and measurements included: measured likewise."""
+_RECORDING_FACTOR = 1.4
+"""Time per token of whole answers, prompts and the last lone ones included, to that in a step of short ones: measured
+on the built-in model, in seconds of CPU."""
+
+_TRAINING_FACTOR = 1.25
+"""For measurements on held-out texts, checkpoints and padding."""
 
 _LENGTH = 128
 
@@ -53,11 +57,11 @@ def estimate(
         measured_tokens: of the texts that are held out.
         text_tokens: of the longest text.
     """
-    recording_s = (tokens + measured_tokens) / batch_size * _decode_seconds(target, batch_size) * _LENGTH_FACTOR
+    recording_s = (tokens + measured_tokens) / batch_size * _decode_seconds(target, batch_size) * _RECORDING_FACTOR
     num_positions = round(tokens * (1 + _PROMPT_SHARE))
     num_steps = settings.epochs * num_positions / settings.batch_positions
     step_s, head_bytes = _training_step(target, settings)
-    training_s = num_steps * step_s * _LENGTH_FACTOR
+    training_s = num_steps * step_s * _TRAINING_FACTOR
     kv_bytes = batch_size * text_tokens * target.stage.kv_bytes_per_position
     return Estimate(
         round(recording_s, 1),

@@ -63,7 +63,7 @@ class TrainingSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     epochs: float = 6.0
     batch_positions: int = 1024
-    draft_vocab: int = 8192
+    draft_vocab: int = 10_240
     learning_rate: float = 4e-4
     linear_learning_rate: float = 2e-5
     weight_decay: float = 0.05
