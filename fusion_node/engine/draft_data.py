@@ -39,8 +39,8 @@ from fusion_node.types import LayerRange
 NUM_TOP = 16
 """Next tokens that are kept per position: .95 of the built-in model's probability at temperature 1."""
 
-SHARD_BYTES = 32 * 2**20
-"""Written at a time: what a kill loses, some minutes of a small model on a CPU."""
+SHARD_BYTES = 8 * 2**20
+"""Written at a time: what a kill loses, a minute of a small model on a CPU."""
 
 _ROWS_PER_CALL = 512
 """Of one packed call: prompts wait for the next when it is full."""

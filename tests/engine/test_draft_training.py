@@ -15,6 +15,7 @@ from fusion_node.engine.draft_acceptance import calibrate, measure
 from fusion_node.engine.draft_batches import collate, plan_batches
 from fusion_node.engine.draft_data import (
     NUM_TOP,
+    SHARD_BYTES,
     DataSettings,
     DraftData,
     DraftTarget,
@@ -202,7 +203,7 @@ def test_data_of_other_settings_is_refused(data: tuple[DraftData, DraftData], ta
 def test_data_is_full_before_it_is_beyond_its_limit(
     tmp_path: Path, target: DraftTarget, texts: list[Recording]
 ) -> None:
-    data = DraftData(tmp_path, data_settings(target), max_bytes=32 * 2**20 + 10_000)
+    data = DraftData(tmp_path, data_settings(target), max_bytes=SHARD_BYTES + 10_000)
     assert not data.is_full
     for text in texts:
         data.add(text)
