@@ -89,7 +89,7 @@ def test_a_swarm_of_twelve_processes_finds_itself_and_forgets_its_dead(nodes: Nu
 
     used = [1.0] * len(swarm)
     for _ in range(NUM_LOOKS):
-        used = [min(pair) for pair in zip(used, _idle_cpu(swarm), strict=True)]
+        used = _idle_cpu(swarm)
         print(f"idle: {100 * sum(used) / len(used):.1f} % of a core per node, {100 * max(used):.1f} % at most")
         if max(used) < MAX_IDLE_CPU:
             break
