@@ -8,7 +8,7 @@ Guarantees: no claim, whatever it says, makes a node faster than ``fastest`` or 
 observed step it weighs no more than the measurement leaves to it, which is half after HALF_LIFE_S. What one node says
 never changes what is believed of another that was measured alone, and whatever is told of a round (its last stage could
 write others' times), all stages together are put down for no longer than it took. At most MAX_PEERS nodes are
-remembered, and MAX_SAMPLES of each.
+remembered, and MAX_SAMPLES of each, all of them within SLOWEST_S, MAX_MESSAGE_S and MAX_SAMPLE_ROWS.
 
 Assumes: ``now`` is monotonic seconds. The legs of an observed round are those of the caller, who has measured at least
 its own; a tenth of a round and TOLERANCE_S per stage may be missing from them without anybody being charged.
@@ -41,6 +41,12 @@ SLOWEST_S = 60.0
 """Per layer. Nobody waits for that; it keeps sums finite."""
 
 MAX_QUEUE_S = 60.0
+
+MAX_MESSAGE_S = 60.0
+"""Either way: what a message can have taken beyond what was expected. A stopped program waits for any time."""
+
+MAX_SAMPLE_ROWS = 2**24
+"""Of one step: more than any context has."""
 
 HALF_LIFE_S, QUEUE_HALF_LIFE_S = 3600.0, 60.0
 """Of what was measured. Devices change with what else their owner does, queues with every user who comes."""
@@ -135,6 +141,14 @@ def _bounded(value: float, least: float, most: float) -> float:
     return min(max(value, least), most) if value >= 0.0 else most  # NaN compares as false
 
 
+def _sample(num_rows: int, seconds_per_layer: float) -> tuple[int, float]:
+    return min(num_rows, MAX_SAMPLE_ROWS), _bounded(seconds_per_layer, 0.0, SLOWEST_S)
+
+
+def _message(seconds: float) -> float:
+    return min(max(seconds, -MAX_MESSAGE_S), MAX_MESSAGE_S)
+
+
 @dataclass(slots=True)
 class _Measured:
     """Of one node: seconds per layer by width, and what it waited."""
@@ -209,7 +223,7 @@ class ClaimBook:
         node = self._node(peer)
         width = _width_of(num_rows)
         spent_s = _bounded(compute_s, 0.0, SLOWEST_S * num_layers) + _bounded(excess_s, 0.0, SLOWEST_S * num_layers)
-        node.samples[width].append((num_rows, spent_s / num_layers))
+        node.samples[width].append(_sample(num_rows, spent_s / num_layers))
         node.measured_at[width] = now
         node.queues.append(_bounded(queue_s, 0.0, MAX_QUEUE_S))
         node.queue_at = now
@@ -233,7 +247,7 @@ class ClaimBook:
         rest_s = round_s - legs_s - told_s
         excess_s = rest_s - tolerance_s
         if math.isfinite(rest_s):
-            self._messages.append(min(rest_s, tolerance_s) / (len(stages) + 1))
+            self._messages.append(_message(min(rest_s, tolerance_s) / (len(stages) + 1)))
             self._messages_at = now
         usual_s = self._usual_excess(tuple(each.peer for each in stages), width, excess_s)
         for stage, share_s in zip(stages, self._split(stages, width, usual_s), strict=True):
@@ -304,7 +318,7 @@ class ClaimBook:
         for each in nodes:
             node = self._node(each.peer)
             for width, samples in enumerate(each.samples[: len(SPEED_ROWS)]):
-                bounded = [(rows, _bounded(seconds, 0.0, SLOWEST_S)) for rows, seconds in samples if rows >= 1]
+                bounded = [_sample(rows, seconds) for rows, seconds in samples if rows >= 1]
                 node.samples[width].extend(bounded)
                 age_s = each.ages_s[width]
                 if bounded and age_s is not None:
@@ -313,7 +327,7 @@ class ClaimBook:
             node.num_explained = min(max(each.num_explained, 0), MAX_TRUST)
             if not any(node.samples):
                 self.forget(each.peer)
-        self._messages.extend(each for each in messages if math.isfinite(each))
+        self._messages.extend(_message(each) for each in messages if math.isfinite(each))
         if self._messages:
             self._messages_at = now - max(messages_age_s, 0.0)
 

@@ -2,7 +2,8 @@
 
 One file per model and numerics class, of MAX_NODES nodes that were measured within KEPT_S. Whoever writes merges with
 what the file holds by then, node by node the newer one; of two that write in the same moment one is lost. A file that
-cannot be read is set aside under another name, with a warning, and never keeps a program from starting.
+cannot be read is set aside under another name, with a warning, and never keeps a program from starting; nothing is
+written that could not be read again.
 
 Assumes nothing of the file: every number is bounded when it is read, and the worst that a wrong one does is a bad plan.
 It tells with whom this machine has been in touch, hence mode 0600. Ages come from Unix time, as that is all that two
@@ -21,7 +22,15 @@ import structlog
 
 from fusion_node.types import ModelId, PeerId, UnixS
 from p2p.records import PeerText, Time
-from scheduler.claims import MAX_ROUNDS, MAX_SAMPLES, SLOWEST_S, ClaimBook, Measurements
+from scheduler.claims import (
+    MAX_MESSAGE_S,
+    MAX_ROUNDS,
+    MAX_SAMPLE_ROWS,
+    MAX_SAMPLES,
+    SLOWEST_S,
+    ClaimBook,
+    Measurements,
+)
 from scheduler.topology import SPEED_ROWS
 
 FOLDER = "claims"
@@ -38,8 +47,9 @@ _VERSION = 1
 _NUM_WIDTHS = len(SPEED_ROWS)
 
 _Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=SLOWEST_S)]
-_Sample = tuple[Annotated[int, msgspec.Meta(ge=1, le=2**24)], _Seconds]
+_Sample = tuple[Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLE_ROWS)], _Seconds]
 _Samples = Annotated[tuple[_Sample, ...], msgspec.Meta(max_length=MAX_SAMPLES)]
+_Message = Annotated[float, msgspec.Meta(ge=-MAX_MESSAGE_S, le=MAX_MESSAGE_S)]
 
 log = structlog.get_logger(__name__)
 
@@ -61,9 +71,7 @@ class _Node(msgspec.Struct, frozen=True):
 class _File(msgspec.Struct, frozen=True):
     version: Annotated[int, msgspec.Meta(ge=_VERSION, le=_VERSION)]
     nodes: Annotated[list[_Node], msgspec.Meta(max_length=MAX_NODES)]
-    messages: Annotated[
-        list[Annotated[float, msgspec.Meta(ge=-SLOWEST_S, le=SLOWEST_S)]], msgspec.Meta(max_length=MAX_ROUNDS)
-    ] = []
+    messages: Annotated[list[_Message], msgspec.Meta(max_length=MAX_ROUNDS)] = []
     messages_at: Time = 0.0
 
 
@@ -107,11 +115,17 @@ def save(book: ClaimBook, path: Path, *, now: float, unix_now: UnixS) -> None:
         messages, messages_at = before.messages, before.messages_at
     newest = sorted(nodes.values(), key=lambda node: -node.last)[:MAX_NODES]
     file = _fresh(_File(_VERSION, newest, messages, messages_at), unix_now)
+    data = msgspec.json.encode(file)
+    try:
+        _decode(data)
+    except msgspec.MsgspecError as error:
+        log.warning("measured speeds are not written: they could not be read again", reason=str(error))
+        return
     temporary = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as out:
-            out.write(msgspec.json.encode(file))
+            out.write(data)
         os.utime(temporary, (unix_now, unix_now))
         temporary.replace(path)
         _drop_old(path.parent, unix_now)
@@ -147,12 +161,17 @@ def _read(path: Path) -> _File:
         log.warning("measured speeds cannot be read", path=str(path), reason=error.strerror)
         return nothing
     try:
-        if len(data) > MAX_FILE_BYTES:
-            raise msgspec.ValidationError("the file is too large")
-        return msgspec.json.decode(data, type=_File)
+        return _decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         aside = path.with_name(f"{path.name}.unreadable")
         log.warning("measured speeds cannot be understood, and begin anew", path=str(path), reason=str(error))
         with contextlib.suppress(OSError):
             path.replace(aside)
         return nothing
+
+
+def _decode(data: bytes) -> _File:
+    """Raises msgspec.MsgspecError or UnicodeDecodeError."""
+    if len(data) > MAX_FILE_BYTES:
+        raise msgspec.ValidationError("the file is too large")
+    return msgspec.json.decode(data, type=_File)

@@ -15,13 +15,16 @@ from scheduler.claims import (
     HALF_LIFE_S,
     MAX_BETTER,
     MAX_DISCOUNT,
+    MAX_MESSAGE_S,
     MAX_PEERS,
     MAX_QUEUE_S,
+    MAX_SAMPLE_ROWS,
     MIN_MEASURED,
     SLOWEST_S,
     TOLERANCE_S,
     Claim,
     ClaimBook,
+    Measurements,
     StageStep,
     clamp_speed,
     fastest_speed,
@@ -298,6 +301,36 @@ def test_absurd_observations_leave_finite_beliefs(absurd: float) -> None:
     assert FASTEST.rows_1_s <= belief.speed.rows_1_s <= SLOWEST_S
     assert math.isfinite(belief.speed.rows_256_s)
     assert 0.0 <= belief.queue_s <= MAX_QUEUE_S
+
+
+@pytest.mark.parametrize("round_s", [0.0, 1e-9, 0.1, 130.0, 2500.0, 1e308])
+@pytest.mark.parametrize("legs_s", [-1e308, 0.0, 0.1, 200.0, 1e308])
+@pytest.mark.parametrize("told_s", [0.0, 0.1, 70.0, 1e308])
+def test_what_is_remembered_of_any_round_is_within_bounds(round_s: float, legs_s: float, told_s: float) -> None:
+    book = ClaimBook()
+    for rows in (1, 2**40):
+        for num_layers in (1, 10):
+            stages = [StageStep(ALICE, num_layers, told_s, told_s), StageStep(BOB, num_layers, told_s, told_s)]
+            for _ in range(3):
+                book.observe_round(stages, rows, round_s=round_s, legs_s=legs_s, now=0.0)
+
+    for node in book.measurements(0.0):
+        samples = [sample for samples in node.samples for sample in samples]
+        assert samples
+        assert all(1 <= rows <= MAX_SAMPLE_ROWS and 0.0 <= seconds <= SLOWEST_S for rows, seconds in samples)
+        assert all(0.0 <= excess_s <= SLOWEST_S for excess_s in node.excess_s)
+    assert all(-MAX_MESSAGE_S <= each <= MAX_MESSAGE_S for each in book.message_samples(0.0)[0])
+
+
+def test_what_is_restored_is_within_the_same_bounds() -> None:
+    book = ClaimBook()
+    node = Measurements(ALICE, (((2**40, 1e9),), (), ()), (0.0, None, None), (1e9, 0.0, 0.0), 10**9)
+    book.restore([node], [-1e9, 1e9, math.nan], now=0.0)
+
+    (kept,) = book.measurements(0.0)
+    assert kept.samples[0] == ((MAX_SAMPLE_ROWS, SLOWEST_S),)
+    assert kept.excess_s[0] == SLOWEST_S
+    assert book.message_samples(0.0)[0] == [-MAX_MESSAGE_S, MAX_MESSAGE_S]
 
 
 def test_a_flood_of_identities_is_forgotten_oldest_first() -> None:

@@ -120,6 +120,42 @@ def test_file_that_cannot_be_understood_is_set_aside_with_a_warning(path: Path, 
     assert rows_1_s(loaded(path), ALICE) == pytest.approx(0.003)
 
 
+@pytest.mark.parametrize(
+    ("num_layers", "compute_s", "round_s", "legs_s"),
+    [
+        (8, 0.02, 50.0, 200.0),  # 256 rows over a line that is known as slow
+        (1, 100.0, 130.0, 1.0),
+        (1, 70.0, 300.0, 1.0),
+        (1, 0.02, 1.0, float("nan")),
+        (10, 0.02, 2500.0, 0.01),  # the program was stopped while a token was on its way
+    ],
+)
+def test_whatever_a_round_took_what_is_kept_of_it_can_be_read(
+    path: Path, num_layers: int, compute_s: float, round_s: float, legs_s: float
+) -> None:
+    save(measured(ALICE), path, now=NOW, unix_now=UNIX_NOW)
+    book = ClaimBook()
+    for _ in range(3):
+        for rows in (1, 256):
+            step = StageStep(BOB, num_layers, compute_s, 0.0)
+            book.observe_round([step], rows, round_s=round_s, legs_s=legs_s, now=NOW + 1.0)
+    save(book, path, now=NOW + 1.0, unix_now=UnixS(UNIX_NOW + 1.0))
+
+    with structlog.testing.capture_logs() as logs:
+        kept = loaded(path, unix_now=UnixS(UNIX_NOW + 1.0))
+    assert logs == []
+    assert {each.peer for each in kept.measurements(7.0)} == {ALICE, BOB}
+
+
+def test_what_could_not_be_read_again_does_not_replace_the_file(path: Path) -> None:
+    save(measured(ALICE), path, now=NOW, unix_now=UNIX_NOW)
+    with structlog.testing.capture_logs() as logs:
+        save(measured(PeerId("no peer id")), path, now=NOW, unix_now=UNIX_NOW)
+    assert [entry["log_level"] for entry in logs] == ["warning"]
+    assert rows_1_s(loaded(path), ALICE) == pytest.approx(0.003)
+    assert list(path.parent.iterdir()) == [path]
+
+
 def test_absurd_numbers_in_a_file_are_refused(path: Path) -> None:
     save(measured(ALICE), path, now=NOW, unix_now=UNIX_NOW)
     document = msgspec.json.decode(path.read_bytes())
