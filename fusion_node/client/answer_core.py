@@ -407,12 +407,20 @@ class AnswerCore:
             self._look(now)
         elif self.is_open:
             self._retry_at = MonotonicS(now + SOFT_RETRY_S)
-        elif all(fault.cause is Cause.PAIR for fault in self._faults.values()):
-            # Nobody else is there, and both nodes are well: they may find to each other again.
+        elif self._may_go_on_with_the_same():
             self._choose(_Next(RouteKind.PATCH, self.places), now)
         else:
             self._ask_whole(asked.reason, now)
         self._follow(now)
+
+    def _may_go_on_with_the_same(self) -> bool:
+        """Nobody else is there, but the nodes answer: two may find to each other again, and one that pauses goes on.
+
+        Who computes nothing has that chance once, as another route may be cut at other layers than this one.
+        """
+        was_resumed = self._repair is not None and self._repair.kind is RepairKind.RESUMED
+        good = (Cause.PAIR,) if was_resumed else (Cause.PAIR, Cause.STUCK)
+        return all(fault.cause in good for fault in self._faults.values())
 
     def connected(self, peer: PeerId, *, now: MonotonicS) -> None:
         """A link is there."""
@@ -574,6 +582,11 @@ class AnswerCore:
         self._events.append(self._asked)
 
     def _ask_whole(self, reason: str, now: MonotonicS) -> None:
+        if self._repair is not None:
+            self._repair.kind = RepairKind.PREFILLED
+        for fault in self._faults.values():
+            if fault.cause is Cause.STUCK and self._has_log:
+                self._avoid(fault.error, now)
         if self._patience_until is None:
             self._patience_until = MonotonicS(now + self._patience_s)
         self._ask(RouteKind.WHOLE, (), reason, now)
@@ -652,7 +665,7 @@ class AnswerCore:
         is_resumed = [(p.peer, p.layers) for p in places] == [(p.peer, p.layers) for p in self.places]
         staying = {place.peer for place in places}
         for fault in self._faults.values():
-            if fault.cause is Cause.SILENT:
+            if fault.cause in (Cause.SILENT, Cause.STUCK) and fault.error.peer not in staying:
                 self._avoid(fault.error, now)
             if self._repair is None:
                 self._note_repair(fault, now)
@@ -733,12 +746,12 @@ class AnswerCore:
             # No proof: who comes before it can make it say that. So it is avoided by this answer only.
             self._policy.failed(PeerId(fault.error.peer), now=now)
             self._pair_failed(fault, fault.accuser, now)
-        elif fault.cause is not Cause.SILENT:
+        elif fault.cause not in (Cause.SILENT, Cause.STUCK):
             self._avoid(fault.error, now)
         if self.is_open:
             self._look(now)
             return
-        if fault.cause is Cause.SILENT and not self._has_log:
+        if fault.cause in (Cause.SILENT, Cause.STUCK) and not self._has_log:
             self._avoid(fault.error, now)
         self._note_repair(fault, now)
         self._try_again(now)
@@ -816,8 +829,6 @@ class AnswerCore:
         if attempt is Attempt.GIVE_UP:
             self._fail(self._last_error or FusionError("no node could be found that goes on with the answer"))
         elif with_whole or attempt is Attempt.PREFILL or not self._has_log:
-            if self._repair is not None:
-                self._repair.kind = RepairKind.PREFILLED
             self._ask_whole(with_whole or str(self._last_error), now)
         else:
             self._look(now)

@@ -301,6 +301,44 @@ def test_frozen_stage_that_wakes_before_there_is_another_goes_on() -> None:
     assert user.avoided == []
 
 
+@pytest.mark.parametrize("pause_s", [4.0, 5.0, 9.0, 15.0])
+def test_stage_that_pauses_and_that_nobody_can_replace_costs_no_session(pause_s: float) -> None:
+    """It answers meanwhile, and nobody else has its layers."""
+    world, nodes, _ = world_of_three(num_spare=0)
+    user = world.answer(PROMPT, NUM_TOKENS)
+
+    def strike() -> None:
+        nodes[1].row_s = pause_s
+        world.after(0.9 * pause_s, lambda: setattr(nodes[1], "row_s", 0.002))
+
+    at_token(user, 4, strike)
+    finish(world, user)
+    assert user.num_sessions == 1
+    assert [(repair.kind, repair.cause) for repair in user.repairs] == [(RepairKind.RESUMED, "stuck")]
+    assert user.repairs[0].replayed_positions <= 1  # the one that was on its way, ordered again
+    assert user.avoided == []
+
+
+def test_stage_that_nobody_can_replace_and_that_computes_nothing_is_resumed_once() -> None:
+    """The second time another route is looked for, which comes up with somebody else."""
+    world, nodes, spare = world_of_three()
+    user = world.answer(PROMPT, NUM_TOKENS)
+    user.sees = lambda place: place.peer not in {node.peer for node in spare}
+
+    def appear(event: object) -> None:
+        if isinstance(event, WantsRoute) and event.kind is RouteKind.WHOLE and user.tokens:
+            user.sees = lambda place: True
+
+    user.on_event = appear
+    at_token(user, 4, lambda: setattr(nodes[1], "row_s", 1e6))
+    finish(world, user)
+    assert user.num_sessions == 2
+    assert user.core.places[1].peer == spare[1].peer
+    assert [(repair.kind, repair.cause) for repair in user.repairs] == [(RepairKind.PREFILLED, "stuck")]
+    assert user.repairs[0].stall_s < 30.0
+    assert user.avoided == [nodes[1].peer]
+
+
 def test_frozen_stage_that_wakes_after_it_was_replaced_changes_nothing() -> None:
     world, nodes, _ = world_of_three()
     user = world.answer(PROMPT, 60)
