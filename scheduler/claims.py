@@ -2,7 +2,7 @@
 
 A node's own times are a claim too. What cannot be faked is how long a round took by the user's own clock: whatever of
 it neither the way nor the nodes' own times explain is charged to the nodes that took part, beyond what is tolerated.
-That is nobody's fault and yet takes its time: plans count it for every message, at the median of the last rounds.
+That is nobody's fault and yet takes its time: plans count it for every message, at the median of the last decode steps.
 
 Guarantees: no claim, whatever it says, makes a node faster than ``fastest`` or slower than SLOWEST_S; after one
 observed step it weighs no more than the measurement leaves to it, which is half after HALF_LIFE_S. What one node says
@@ -68,7 +68,7 @@ MAX_BETTER = 4.0
 """Times as fast as it claims, at most: a node has no reason to claim less than it does, but records are old."""
 
 MAX_ROUNDS = 64
-"""Of which the median says what a message costs beyond what was expected: half of an answer or more."""
+"""Decode steps, of which the median says what a message costs beyond what was expected: half of an answer or more."""
 
 MAX_TRUST = 15
 """A stage that took part in so many rounds that were explained is charged a sixteenth of what a new one is."""
@@ -246,7 +246,7 @@ class ClaimBook:
         tolerance_s = TOLERANCE_S * len(stages) + TOLERANCE_SHARE * round_s
         rest_s = round_s - legs_s - told_s
         excess_s = rest_s - tolerance_s
-        if math.isfinite(rest_s):
+        if width == 0 and math.isfinite(rest_s):  # a tenth of a prefill is no price of a decode step's messages
             self._messages.append(_message(min(rest_s, tolerance_s) / (len(stages) + 1)))
             self._messages_at = now
         usual_s = self._usual_excess(tuple(each.peer for each in stages), width, excess_s)
@@ -255,7 +255,8 @@ class ClaimBook:
 
     def message_excess_s(self, now: float) -> float:
         """What each message of a round took beyond the ``legs_s`` that it was observed with, by the median of the last
-        rounds, as far as nobody was charged for it; forgotten as speeds are. Below 0 when legs took less.
+        rounds of up to four rows, as far as nobody was charged for it; forgotten as speeds are. Below 0 when legs took
+        less.
 
         A user's own line and machine have their part in every round, and what lines do to small messages no probe of
         round trips tells: a row of some kilobytes waits for its last byte, a ping does not.

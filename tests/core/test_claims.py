@@ -136,6 +136,19 @@ def test_what_is_tolerated_is_counted_for_every_message_of_a_plan_and_charged_to
     assert book.message_excess_s(HALF_LIFE_S) == pytest.approx(0.0015)
 
 
+def test_what_prefills_leave_unexplained_is_not_the_price_of_a_message_of_a_decode_step() -> None:
+    book = ClaimBook()
+    stages = [StageStep(peer, 10, 1.0, 0.0) for peer in (ALICE, BOB, CAROL)]
+    for rows in (5, 16, 200):
+        book.observe_round(stages, rows, round_s=3.4, legs_s=0.1, now=0.0)
+    assert book.message_excess_s(0.0) == 0.0
+    decode = [StageStep(peer, 10, 0.020, 0.0) for peer in (ALICE, BOB, CAROL)]
+    for _ in range(3):
+        book.observe_round(decode, 1, round_s=0.080, legs_s=0.012, now=0.0)
+        book.observe_round(stages, 200, round_s=3.4, legs_s=0.1, now=0.0)
+    assert book.message_excess_s(0.0) == pytest.approx(0.002)
+
+
 def test_a_liar_makes_messages_no_dearer_than_what_is_tolerated() -> None:
     book = ClaimBook()
     for _ in range(50):
