@@ -30,6 +30,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -71,6 +72,10 @@ MEASURED_STUCK_S = 3.0
 
 STUCK_TIMES = 4
 """So often what a step takes at most on its whole way may pass at one place."""
+
+BEST_STUCK_TIMES = 16
+"""Of the shortest that steps of the session took on the average, at most: what they take now is in the hands of who is
+judged by it, and a pause of this program looks like a slow step."""
 
 MAX_STUCK_S = 240.0
 """However slow a route has been: 256 rows at a second each."""
@@ -371,12 +376,13 @@ class _Estimate:
     smoothed: float | None = None
     deviation: float = 0.0
 
-    def note(self, value: float) -> None:
+    def note(self, value: float) -> float:
         if self.smoothed is None:
             self.smoothed, self.deviation = value, value / 2
         else:
             self.deviation += (abs(value - self.smoothed) - self.deviation) / 4
             self.smoothed += (value - self.smoothed) / 8
+        return self.smoothed
 
     @property
     def bound(self) -> float | None:
@@ -399,6 +405,8 @@ class StepTimes:
         self._few = _Estimate()
         self._many = _Estimate()
         """Seconds per row."""
+        self._best_s: float | None = None
+        """The least that the smoothed time of a few rows has been."""
         self._expected_s = expected_s
         self._expected_row_s = expected_row_s
         self._patience = 1
@@ -413,7 +421,7 @@ class StepTimes:
         """A step came back."""
         self._patience = 1
         if num_rows <= _FEW_ROWS:
-            self._few.note(seconds)
+            self._best_s = min(self._few.note(seconds), self._best_s or math.inf)
         else:
             self._many.note(seconds / num_rows)
 
@@ -433,7 +441,10 @@ class StepTimes:
         if not is_proven:
             bound_s = max(bound_s, self._unmeasured_s(num_rows))
         least_s = MEASURED_STUCK_S if is_measured and is_proven else STUCK_S
-        return min(max(STUCK_TIMES * bound_s, least_s) * self._patience, MAX_STUCK_S)
+        seconds = max(STUCK_TIMES * bound_s, least_s)
+        if is_proven and num_rows <= _FEW_ROWS and self._best_s is not None:
+            seconds = min(seconds, max(STUCK_S, BEST_STUCK_TIMES * self._best_s))
+        return min(seconds * self._patience, MAX_STUCK_S)
 
     def gave_up(self) -> None:
         """A stage was replaced because a step was too long at it: if that was wrong, the next one has more time."""

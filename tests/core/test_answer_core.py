@@ -36,7 +36,7 @@ from p2p.messages import (
     TensorMeta,
 )
 from p2p.records import PlanStage
-from scheduler.repair_core import MAX_OPEN_ATTEMPTS
+from scheduler.repair_core import MAX_OPEN_ATTEMPTS, MAX_TIMEOUT_S, STUCK_S
 from tests.core.answer_world import NAN, ROW, USER, Node, User, World, embed, next_token, undisturbed
 
 PROMPT = list(range(100, 190))
@@ -597,6 +597,29 @@ def test_stage_that_answers_and_hands_nothing_on_is_found_in_one_repair(stage: i
     assert liar not in {place.peer for place in user.core.places}
     # Before anything was measured, a step may take as long as it does on a slow machine.
     assert user.repairs[0].stall_s < (5.0 if since else 13.0)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_stage_that_takes_longer_for_each_step_is_replaced_before_it_takes_minutes(stage: int) -> None:
+    num_tokens = 40
+    world, nodes, _ = world_of_three()
+    liar, send, step_s = nodes[stage].peer, world.send, 2.0
+
+    def delay(source: PeerId, target: PeerId, message: object, rows: tuple[int, ...] = ()) -> bool:
+        nonlocal step_s
+        if source == liar and isinstance(message, Step | StepResult) and message.sequence >= 10:
+            world.after(step_s, lambda: send(source, target, message, rows))
+            step_s *= 1.4
+            return True
+        return send(source, target, message, rows)
+
+    world.send = delay  # type: ignore[method-assign]
+    user = world.answer(PROMPT, num_tokens)
+    world.run(stop=lambda: user.is_done)
+    assert user.tokens == undisturbed(PROMPT, num_tokens)
+    assert liar not in {place.peer for place in user.core.places}
+    (repair,) = user.repairs
+    assert repair.stall_s < STUCK_S + MAX_TIMEOUT_S + 1.0  # until it is known that it has the rows, and then its patience
 
 
 @pytest.mark.parametrize("stage", [0, 1])

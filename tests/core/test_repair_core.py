@@ -298,6 +298,30 @@ def test_patience_for_a_prompt_on_slow_nodes_is_what_the_cost_model_says() -> No
     assert StepTimes(expected_row_s=10.0).patience_s(256, is_proven=False) == MAX_STUCK_S
 
 
+def test_patience_does_not_follow_a_stage_that_takes_almost_all_of_it() -> None:
+    times = StepTimes(0.1)
+    for _ in range(8):
+        times.note(1, 0.1)
+    for _ in range(50):
+        times.note(1, 0.95 * times.patience_s(1, is_proven=True))
+    assert times.patience_s(1, is_proven=True) == STUCK_S
+
+
+def test_patience_after_a_pause_of_our_own_is_as_for_stages_of_which_nothing_is_known() -> None:
+    times = StepTimes(0.1)
+    for _ in range(8):
+        times.note(1, 0.1)
+    times.note(1, 60.0)
+    assert times.patience_s(1, is_proven=True) == STUCK_S
+    # A route that has been slow from the beginning has the time that it needs.
+    slow = StepTimes(0.1)
+    for _ in range(8):
+        slow.note(1, 5.0)
+    assert slow.patience_s(1, is_proven=True) >= 4 * 5.0
+    slow.note(1, 60.0)
+    assert slow.patience_s(1, is_proven=True) == 16 * 5.0
+
+
 def test_patience_that_was_not_enough_is_doubled_until_a_step_comes_back() -> None:
     times = StepTimes()
     times.gave_up()
