@@ -7,7 +7,8 @@ between which it is, or the last stage, whose answer is missing.
 Guarantees: a verdict rests on two reports with the whole patience between them, of which the later one was asked for
 when it was over, so that no delay of this program or of a message makes one. There is none while the order that is
 owed first moves on. A stage that lies about its numbers can put it off by its patience once for each order and number,
-and there are a few orders under way. Upstream goes first: who waits for somebody else owes nothing.
+and there are a few orders under way. Upstream goes first: who waits for somebody else owes nothing. Who never reports
+is found as well (``Questions``), though it is heard whenever it is asked.
 
 Assumes: stages are numbered in the order of the plan, and compute what they are given in the order of the log.
 
@@ -19,8 +20,9 @@ so that nobody can tell where they are; scheduler.repair_core.Watch finds, later
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fusion_node.types import MonotonicS
 from scheduler.repair_core import MAX_CLAIMED_WAIT_S, Cause, Order, Verdict
@@ -152,3 +154,73 @@ class Progress:
             if self._reports[stage].num_done < end:
                 return stage, _Owes.WORK
         return order.last, _Owes.ANSWER
+
+
+@dataclass(slots=True)
+class _Asked:
+    """One stage.
+
+    Attributes:
+        at: when the questions were sent that it has not answered.
+        since: when the first of them was, or it has reported or come back since.
+        strikes: halves of the patience that have passed since then.
+    """
+
+    at: deque[MonotonicS] = field(default_factory=deque)
+    since: MonotonicS = _NEVER
+    strikes: int = 0
+
+
+class Questions:
+    """What the stages were asked. To be heard is not enough: a question is answered by a report.
+
+    Guarantees: who is mute has two questions, and was given its patience in two halves, each of which ended when this
+    program ran: a pause of ours is one half at most, and in the other what has come is read.
+
+    Args:
+        patience_s: of a stage; what its questions have to wait for included.
+    """
+
+    def __init__(self, num_stages: int, patience_s: Callable[[int], float]) -> None:
+        self._patience_s = patience_s
+        self._stages = [_Asked() for _ in range(num_stages)]
+
+    def asked(self, stage: int, *, now: MonotonicS) -> None:
+        """A question was sent."""
+        asked = self._stages[stage]
+        if not asked.at:
+            asked.since, asked.strikes = now, 0
+        asked.at.append(now)
+
+    def reported(self, stage: int, *, now: MonotonicS) -> MonotonicS | None:
+        """A stage has answered its oldest question: when that was sent; None when it was not asked."""
+        self.excused(stage, now=now)
+        asked = self._stages[stage]
+        return asked.at.popleft() if asked.at else None
+
+    def excused(self, stage: int, *, now: MonotonicS) -> None:
+        """It was not there until now."""
+        asked = self._stages[stage]
+        asked.since, asked.strikes = now, 0
+
+    def get_timer(self) -> MonotonicS | None:
+        """When ``handle_timer`` is due."""
+        due = [self._due(stage) for stage, asked in enumerate(self._stages) if len(asked.at) > 1 and asked.strikes < 2]
+        return min(due, default=None)
+
+    def handle_timer(self, *, now: MonotonicS) -> None:
+        """May be called late, never early."""
+        for stage, asked in enumerate(self._stages):
+            if len(asked.at) > 1 and asked.strikes < 2 and self._due(stage) <= now:
+                asked.since, asked.strikes = now, asked.strikes + 1
+
+    def late(self) -> list[int]:
+        """Stages that have not reported for half of their patience, or all of it."""
+        return [stage for stage, asked in enumerate(self._stages) if asked.strikes]
+
+    def mute(self) -> list[int]:
+        """Stages that have not reported for all of their patience."""
+        return [stage for stage, asked in enumerate(self._stages) if asked.strikes > 1]
+
+    def _due(self, stage: int) -> MonotonicS:
+        return MonotonicS(self._stages[stage].since + self._patience_s(stage) / 2)

@@ -62,8 +62,9 @@ from p2p.messages import (
     row_bytes,
 )
 from p2p.records import Lease, Plan, Refusal
-from scheduler.progress_core import Progress
+from scheduler.progress_core import Progress, Questions
 from scheduler.repair_core import (
+    MAX_BACKLOG_S,
     Cause,
     LogEntry,
     NotRetained,
@@ -287,8 +288,7 @@ class SessionCore:
         self._open_deadline: MonotonicS | None = None
         self._watch = Watch(round_trips_s, lambda stage: self._backlog_s(self._peers[stage]))
         self._progress = Progress(len(self._peers), self._patience_s, lambda: self._backlog_s(self._peers[0]))
-        self._asked_at: list[deque[MonotonicS]] = [deque() for _ in self._peers]
-        """When the questions were sent that a stage has not answered."""
+        self._questions = Questions(len(self._peers), self._report_patience_s)
         self._is_proven = False
         """A result has come under this plan."""
         self._orders = Orders([])
@@ -428,11 +428,8 @@ class SessionCore:
         if self._is_over(stage):
             return
         is_present = message.epoch == self.plan.epoch
-        asked_at = None
-        if isinstance(message, SessionProgress) and self._asked_at[stage]:
-            asked_at = self._asked_at[stage].popleft()
         if isinstance(message, SessionProgress) and is_present:
-            self._receive_progress(message, stage, asked_at, now)
+            self._receive_progress(message, stage, self._questions.reported(stage, now=now), now)
         else:
             self._watch.heard(stage, now=now)
         match message:
@@ -469,7 +466,7 @@ class SessionCore:
             return None
         due = [self._watch.get_timer(), self._renewal_due()]
         if self.state is SessionState.READY:
-            due.append(self._progress.get_timer())
+            due += [self._progress.get_timer(), self._questions.get_timer()]
         if self.state is SessionState.OPENING:
             due.append(self._open_deadline)
         return min((at for at in due if at is not None), default=None)
@@ -482,8 +479,10 @@ class SessionCore:
         if renewal is not None and renewal <= now:
             self._renewed_at = now
             self._watch.ask_all(now=now)
-        if self.state is SessionState.READY and self._progress.handle_timer(now=now):
-            self._watch.ask_all(now=now)
+        if self.state is SessionState.READY:
+            if self._progress.handle_timer(now=now):
+                self._watch.ask_all(now=now)
+            self._questions.handle_timer(now=now)
         self._watch.handle_timer(now=now)
         self._follow_watch(now)
         if self.state is SessionState.OPENING and self._open_deadline is not None and self._open_deadline <= now:
@@ -786,6 +785,7 @@ class SessionCore:
     def _follow_watch(self, now: MonotonicS) -> None:
         for found in self._watch.found():
             if isinstance(found, Recovered):
+                self._questions.excused(found.stage, now=now)
                 # Where nothing goes on anyway, something else is wrong as well, which may have been put down to it.
                 if self._faults.get(found.stage) is Cause.SILENT and self.state is not SessionState.BROKEN:
                     del self._faults[found.stage]
@@ -801,18 +801,33 @@ class SessionCore:
         if self.state is SessionState.READY:
             self._progress.under_way(self._sent_orders(), now=now)
             verdict = self._progress.verdict()
-            if verdict is not None:
+            mute = self._without_report(self._questions.mute())
+            if mute is not None and self._sent_orders():
+                self._fault_stuck(Verdict(mute, Cause.STUCK))
+            elif verdict is not None:
                 self._fault_stuck(verdict)
         for stage in self._watch.to_ask():
             message = SessionQuery(session=self.plan.session, epoch=self.plan.epoch, stage=stage)
-            self._asked_at[stage].append(now)
+            self._questions.asked(stage, now=now)
             self._outbox.append((self._peers[stage], message))
 
     def _fault_stuck(self, verdict: Verdict) -> None:
+        """Who does not report goes first: what others are judged by includes its word."""
+        late = self._without_report(self._questions.late())
+        if late is not None:
+            verdict = Verdict(late, Cause.STUCK)
         self._times.gave_up()
         text = "computes nothing" if verdict.cause is Cause.STUCK else "is not reached by the node before it"
         error = self._timeout_error(verdict.stage, text)
         self._fault(verdict.stage, verdict.cause, error, verdict.accuser, is_either=verdict.accuser is not None)
+
+    def _without_report(self, stages: Sequence[int]) -> int | None:
+        """The first of them that is not known to be silent: who answers nothing at all may be waited for."""
+        return next((stage for stage in stages if stage not in self._faults), None)
+
+    def _report_patience_s(self, stage: int) -> float:
+        backlog_s = min(max(0.0, self._backlog_s(self._peers[stage])), MAX_BACKLOG_S)
+        return self._patience_s(1) + backlog_s
 
     def _patience_s(self, num_rows: int) -> float:
         return self._times.patience_s(num_rows, is_proven=self._is_proven)

@@ -27,6 +27,7 @@ from p2p.messages import (
     OpenSession,
     Replayed,
     Resend,
+    SessionClosed,
     SessionFailed,
     SessionOpened,
     SessionProgress,
@@ -599,6 +600,39 @@ def test_stage_that_answers_and_hands_nothing_on_is_found_in_one_repair(stage: i
     assert user.repairs[0].stall_s < (5.0 if since else 13.0)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("since", [0, 5])
+@pytest.mark.parametrize("instead", ["closed", "replayed", "old epoch"])
+def test_stage_that_hands_nothing_on_and_never_says_how_far_it_is_is_found_and_nobody_else(
+    instead: str, since: int, stage: int
+) -> None:
+    """It is heard whenever it is asked."""
+    world, nodes, _ = world_of_three(num_spare=2)
+    liar, send = nodes[stage].peer, world.send
+
+    def evade(source: PeerId, target: PeerId, message: AnyMessage, rows: tuple[int, ...] = ()) -> bool:
+        if source == liar and isinstance(message, SessionProgress):
+            match instead:
+                case "closed":
+                    message = SessionClosed(message.session, message.epoch)
+                case "replayed":
+                    message = Replayed(message.session, message.epoch, stage, 0, 0)
+                case "old epoch" if message.epoch:
+                    message = msgspec.structs.replace(message, epoch=message.epoch - 1)
+        is_kept_back = source == liar and isinstance(message, Step | StepResult) and message.sequence >= since
+        return is_kept_back or send(source, target, message, rows)
+
+    world.send = evade  # type: ignore[method-assign]
+    user = world.answer(PROMPT, NUM_TOKENS)
+    if instead == "old epoch":
+        at_token(user, 3, lambda: world.kill(nodes[(stage + 1) % 3]))
+    finish(world, user)
+    assert user.num_sessions == 1
+    assert liar not in {place.peer for place in user.core.places}
+    assert {peer for peer in user.avoided if world.nodes[peer].is_up} <= {liar}
+    assert sum(repair.stall_s for repair in user.repairs) < 15.0
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_stage_that_takes_longer_for_each_step_is_replaced_before_it_takes_minutes(stage: int) -> None:
     num_tokens = 40
@@ -619,7 +653,8 @@ def test_stage_that_takes_longer_for_each_step_is_replaced_before_it_takes_minut
     assert user.tokens == undisturbed(PROMPT, num_tokens)
     assert liar not in {place.peer for place in user.core.places}
     (repair,) = user.repairs
-    assert repair.stall_s < STUCK_S + MAX_TIMEOUT_S + 1.0  # until it is known that it has the rows, and then its patience
+    # Until it is known that it has the rows, and then its patience.
+    assert repair.stall_s < STUCK_S + MAX_TIMEOUT_S + 1.0
 
 
 @pytest.mark.parametrize("stage", [0, 1])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion_node.types import MonotonicS
-from scheduler.progress_core import Progress
+from scheduler.progress_core import Progress, Questions
 from scheduler.repair_core import MAX_CLAIMED_WAIT_S, Cause, Order, Verdict
 
 T0 = MonotonicS(1000.0)
@@ -165,3 +165,54 @@ def test_lies_put_a_verdict_off_for_a_bounded_time(reports: list[tuple[int, int,
         if watched.verdict() is not None:
             return
     raise AssertionError("nobody was found")
+
+
+def questions() -> Questions:
+    return Questions(2, lambda stage: PATIENCE_S)
+
+
+def test_stage_that_answers_no_question_is_mute_after_its_patience() -> None:
+    asked = questions()
+    for seconds in (0.5, 2.5):
+        for stage in range(2):
+            asked.asked(stage, now=at(seconds))
+    assert asked.reported(1, now=at(2.6)) == at(0.5)
+    assert asked.get_timer() == at(0.5 + PATIENCE_S / 2)
+    asked.handle_timer(now=at(2.0))
+    assert asked.late() == [0]
+    assert asked.mute() == []
+    asked.handle_timer(now=at(3.4))
+    assert asked.mute() == []
+    asked.handle_timer(now=at(3.5))
+    assert asked.mute() == [0]
+    assert asked.get_timer() is None
+
+
+def test_stage_that_was_asked_once_is_not_mute() -> None:
+    """One question may be on its way for long, behind rows."""
+    asked = questions()
+    asked.asked(0, now=T0)
+    assert asked.get_timer() is None
+    asked.handle_timer(now=at(1000.0))
+    assert asked.late() == asked.mute() == []
+
+
+def test_no_pause_of_our_own_makes_a_stage_mute() -> None:
+    asked = questions()
+    for seconds in (0.5, 2.5):
+        asked.asked(0, now=at(seconds))
+    for num_pauses in range(3):
+        asked.handle_timer(now=at(1000.0 * (num_pauses + 1)))
+        assert asked.mute() == []
+        asked.reported(0, now=at(1000.0 * (num_pauses + 1) + 0.1))
+        asked.asked(0, now=at(1000.0 * (num_pauses + 1) + 0.2))
+
+
+def test_stage_that_comes_back_has_all_of_its_time_again() -> None:
+    asked = questions()
+    for seconds in (0.0, 1.0):
+        asked.asked(0, now=at(seconds))
+    asked.handle_timer(now=at(2.0))
+    asked.excused(0, now=at(3.0))
+    assert asked.late() == []
+    assert asked.get_timer() == at(3.0 + PATIENCE_S / 2)
