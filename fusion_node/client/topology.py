@@ -1,12 +1,14 @@
 """What a user knows of a swarm, from records and own measurements: who may serve, and how far everybody is apart.
 
 Pure: records and measurements in, values of scheduler.topology out. What a record says is bounded here, and of what two
-nodes say of the leg between them the larger counts. What one node says can only change legs that end at it.
+nodes say of the leg between them the larger counts. What one node says can only change legs that end at it, but for its
+part in the median that stands for lines of which nothing is known.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -28,6 +30,13 @@ UNKNOWN_ROUND_TRIP_S = 0.25
 MIN_ROUND_TRIP_S, MAX_ROUND_TRIP_S = 5e-5, 5.0
 
 MIN_RATE_Bps, MAX_RATE_Bps = 1e3, 1e11
+
+MIN_KNOWN_RATES = 3
+"""Nodes that say how fast their lines are, before others' count as the median of them; until then, as without limit.
+Else whoever hides a slow line, or has measured nothing yet, would be preferred to all that tell."""
+
+HOME_UP_Bps, HOME_DOWN_Bps = 625e3, 6.25e6
+"""Of a slow home line (5 and 50 Mbit/s): no line of which nothing is known counts as slower, whatever others say."""
 
 MAX_KV_POSITIONS = 2**24
 """What a plan may ask for: a claim of more changes nothing."""
@@ -96,6 +105,8 @@ class SwarmTopology:
         self._rates_Bps = rates_Bps or {}
         self._own = own if own is not None and own.error <= MAX_USEFUL_ERROR else None
         self._up_Bps, self._down_Bps = up_Bps, down_Bps
+        self._usual_up_Bps = _usual((record.up_Bps for record in self._records.values()), HOME_UP_Bps)
+        self._usual_down_Bps = _usual((record.down_Bps for record in self._records.values()), HOME_DOWN_Bps)
         self._coordinates = {
             peer: coordinate
             for peer, record in self._records.items()
@@ -131,8 +142,8 @@ class SwarmTopology:
         bound_s = np.where(np.isnan(sum_s), UNKNOWN_ROUND_TRIP_S, sum_s / 2)
         one_way_s = np.where(np.isnan(said_s), bound_s, said_s) / 2
         one_way_s[np.array(senders)[:, None] == np.array(receivers)[None, :]] = 0.0
-        up_Bps = np.array([_rate_of(self._up(peer)) for peer in senders])
-        down_Bps = np.array([_rate_of(self._down(peer)) for peer in receivers])
+        up_Bps = np.array([self._up(peer) for peer in senders])
+        down_Bps = np.array([self._down(peer) for peer in receivers])
         return one_way_s, np.minimum(up_Bps[:, None], down_Bps[None, :])
 
     def _said(self, senders: Sequence[PeerId], receivers: Sequence[PeerId]) -> Floats:
@@ -208,26 +219,39 @@ class SwarmTopology:
         return _round_trip(min(max(seconds, least_s), DETOUR * (first + second)))
 
     def _rate(self, sender: PeerId | None, receiver: PeerId | None) -> float | None:
-        limits = [self._up(sender), self._down(receiver)]
+        measured_Bps = None
         if sender is None and receiver is not None:
-            limits.append(self._rates_Bps.get(receiver, (None, None))[0])
-        if receiver is None and sender is not None:
-            limits.append(self._rates_Bps.get(sender, (None, None))[1])
-        rate_Bps = min(map(_rate_of, limits))
+            measured_Bps = self._rates_Bps.get(receiver, (None, None))[0]
+        elif receiver is None and sender is not None:
+            measured_Bps = self._rates_Bps.get(sender, (None, None))[1]
+        is_measured = bool(measured_Bps)
+        rate_Bps = min(_rate_of(measured_Bps), self._up(sender, is_measured), self._down(receiver, is_measured))
         return None if math.isinf(rate_Bps) else rate_Bps
 
-    def _up(self, peer: PeerId | None) -> float | None:
-        record = None if peer is None else self._records.get(peer)
-        return self._up_Bps if peer is None else None if record is None else record.up_Bps
+    def _up(self, peer: PeerId | None, is_measured: bool = False) -> float:
+        """Infinite where nothing is known, and nothing to be assumed as the leg itself was measured."""
+        if peer is None:
+            return _rate_of(self._up_Bps)
+        record = self._records.get(peer)
+        return _rate_of(None if record is None else record.up_Bps, math.inf if is_measured else self._usual_up_Bps)
 
-    def _down(self, peer: PeerId | None) -> float | None:
-        record = None if peer is None else self._records.get(peer)
-        return self._down_Bps if peer is None else None if record is None else record.down_Bps
+    def _down(self, peer: PeerId | None, is_measured: bool = False) -> float:
+        """As ``_up``."""
+        if peer is None:
+            return _rate_of(self._down_Bps)
+        record = self._records.get(peer)
+        return _rate_of(None if record is None else record.down_Bps, math.inf if is_measured else self._usual_down_Bps)
 
 
-def _rate_of(announced_Bps: float | None) -> float:
-    """Within bounds; infinite when it is not known, as 0 says in a record."""
-    return min(max(announced_Bps, MIN_RATE_Bps), MAX_RATE_Bps) if announced_Bps else math.inf
+def _rate_of(announced_Bps: float | None, unknown_Bps: float = math.inf) -> float:
+    """Within bounds; the second when it is not known, as 0 says in a record."""
+    return min(max(announced_Bps, MIN_RATE_Bps), MAX_RATE_Bps) if announced_Bps else unknown_Bps
+
+
+def _usual(announced_Bps: Iterable[float], least_Bps: float) -> float:
+    """The median of those that are known; infinite when too few are."""
+    known = [_rate_of(each) for each in announced_Bps if each]
+    return max(statistics.median_low(known), least_Bps) if len(known) >= MIN_KNOWN_RATES else math.inf
 
 
 def _round_trip(seconds: float) -> float:

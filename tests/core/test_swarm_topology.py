@@ -13,6 +13,8 @@ from fusion_node.client.topology import (
     MAX_KV_POSITIONS,
     NOISE_S,
     UNKNOWN_ROUND_TRIP_S,
+    HOME_DOWN_Bps,
+    HOME_UP_Bps,
     SwarmTopology,
     candidates,
     choose_to_measure,
@@ -142,6 +144,36 @@ def test_payload_moves_at_the_slowest_known_of_both_lines() -> None:
     assert legs.leg(None, A).rate_Bps == 300_000
     assert legs.leg(None, B).rate_Bps == 400_000
     assert legs.leg(A, None).rate_Bps == 1_000_000
+
+
+def test_a_line_of_which_nothing_is_known_counts_as_the_median_of_those_that_are() -> None:
+    rates = [(2_000_000, 20_000_000), (3_000_000, 30_000_000), (2**53, 2**53)]
+    known = [record(peer, up_Bps=up, down_Bps=down) for peer, (up, down) in zip("cde", rates, strict=True)]
+    legs = topology(*known, record(A), measured={A: 0.02}, up_Bps=50_000_000.0)
+
+    assert legs.leg(A, None).rate_Bps == 3_000_000
+    assert legs.leg(A, PeerId("e")).rate_Bps == 3_000_000
+    assert legs.leg(PeerId("e"), A).rate_Bps == legs.leg(None, A).rate_Bps == 30_000_000
+    assert legs.leg(PeerId("e"), B).rate_Bps == 30_000_000, "there is no record of it"
+    assert legs.leg(PeerId("e"), None).rate_Bps == 1e11, "the user's own line is no node's"
+    assert topology(*known[:2], record(A)).leg(A, None).rate_Bps is None, "two say nothing of others"
+
+
+def test_what_the_user_has_measured_counts_rather_than_what_others_lines_are_like() -> None:
+    known = [record(PeerId(name), up_Bps=2_000_000, down_Bps=10_000_000) for name in "cde"]
+    legs = topology(*known, record(A), rates_Bps={A: (40_000_000.0, 9_000_000.0)})
+
+    assert legs.leg(None, A).rate_Bps == 40_000_000
+    assert legs.leg(A, None).rate_Bps == 9_000_000
+
+
+def test_liars_can_make_lines_of_which_nothing_is_known_no_slower_than_slow_home_lines() -> None:
+    liars = [record(PeerId(f"liar-{number}"), up_Bps=1, down_Bps=1) for number in range(50)]
+    legs = topology(record(A), record(B), *liars)
+
+    assert legs.leg(A, None).rate_Bps == HOME_UP_Bps
+    assert legs.leg(None, A).rate_Bps == HOME_DOWN_Bps
+    assert legs.leg(A, B).rate_Bps == HOME_UP_Bps
 
 
 @pytest.mark.parametrize("seed", range(4))
