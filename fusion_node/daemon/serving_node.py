@@ -87,6 +87,9 @@ MAX_ASSIGNMENTS = 4
 
 _MAX_CLAIMED_BYTES = 2**53
 
+FreeBytes = Callable[[Device], int]
+"""Bytes that can still be allocated on a device."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -247,10 +250,10 @@ def _measure(stages: Sequence[Stage], num_rows: int) -> float:
     return sum(stage.measure_seconds(num_rows) for stage in stages)
 
 
-def _kv_budget(config: NodeConfig, stages: Sequence[Stage]) -> int:
+def _kv_budget(config: NodeConfig, stages: Sequence[Stage], free_bytes: FreeBytes = free_memory_bytes) -> int:
     """KV memory on all devices together: the same positions on each, as many as the scarcest can hold."""
     num_positions = min(
-        _memory_plan(config, stage.device, len(stages)).kv_budget(
+        _memory_plan(config, stage.device, len(stages), free_bytes).kv_budget(
             least_kv_bytes=MIN_KV_POSITIONS * stage.kv_bytes_per_position
         )
         // stage.kv_bytes_per_position
@@ -259,13 +262,15 @@ def _kv_budget(config: NodeConfig, stages: Sequence[Stage]) -> int:
     return num_positions * sum(stage.kv_bytes_per_position for stage in stages)
 
 
-def _memory_plan(config: NodeConfig, device: Device, num_devices: int) -> MemoryPlan:
+def _memory_plan(
+    config: NodeConfig, device: Device, num_devices: int, free_bytes: FreeBytes = free_memory_bytes
+) -> MemoryPlan:
     kv_bytes = None if config.kv_memory_bytes is None else config.kv_memory_bytes // num_devices
-    free_bytes = free_memory_bytes(device)
+    num_free = free_bytes(device)
     if device.type == "cpu":
-        free_bytes //= num_devices  # it is one memory, however many parts are computed side by side
+        num_free //= num_devices  # it is one memory, however many parts are computed side by side
     retain_bytes = _retain_bytes(config) // num_devices if device.type == "cpu" else 0
-    return MemoryPlan(free_bytes, kv_bytes, _bound(config, device), retain_bytes)
+    return MemoryPlan(num_free, kv_bytes, _bound(config, device), retain_bytes)
 
 
 def _bound(config: NodeConfig, device: Device) -> Bound | None:
@@ -391,7 +396,11 @@ def loading_node(peer: PeerId, loading: ShardRecord, *, puzzle: bytes, config: N
 
 
 class ServingNode:
-    """A node that has loaded its shard, and may go over to another one."""
+    """A node that has loaded its shard, and may go over to another one.
+
+    Args:
+        free_bytes: tells what it may still take of a device.
+    """
 
     def __init__(
         self,
@@ -404,7 +413,9 @@ class ServingNode:
         *,
         gate: PeerGate,
         puzzle: bytes = b"",
+        free_bytes: FreeBytes = free_memory_bytes,
     ) -> None:
+        self._free_bytes = free_bytes
         self._gate = gate
         self._puzzle = puzzle
         self._saving: asyncio.Task[None] | None = None
@@ -476,10 +487,11 @@ class ServingNode:
 
     def _use(self, shard: Shard) -> None:
         """This shard is what is served, by a server that is made next."""
+        # First: when there is no room for the KV, all else is as it was.
+        self._engine = engine = ShardEngine(shard.stages, kv_budget_bytes=shard.kv_budget_bytes)
         self._shard = shard
         self._pace = Pace(shard.seconds_per_layer)
         self._kv_budget_bytes = shard.kv_budget_bytes
-        self._engine = engine = ShardEngine(shard.stages, kv_budget_bytes=shard.kv_budget_bytes)
         self._devices = [stage.device for stage in shard.stages]
         self._admission = Admission(
             peer=self._identity.peer_id,
@@ -663,25 +675,46 @@ class ServingNode:
             return False
         await self._stop_serving()
         old = str(before.layers)
-        if not fits_beside:
-            # What is dropped has to be gone before what is missing can come.
-            kept = self._kept(layers)
-            self._shrink(kept)
-            before = self._shard
-            stages = await self._moved(kept, layers)
-        forwards = [(rows, await asyncio.to_thread(_measure, stages, rows)) for rows in _warm_up_rows(stages[0].device)]
-        await asyncio.to_thread(self._release_cached)
-        budget, paused = _kv_budget(self._config, stages), self._admission.paused
-        self._exchange(Shard(self._model, tuple(stages), tuple(forwards), budget, before.capacity_layers))
+        try:
+            if not fits_beside:
+                # What is dropped has to be gone before what is missing can come.
+                kept = self._kept(layers)
+                self._shrink(kept)
+                before = self._shard
+                stages = await self._moved(kept, layers)
+            await self._begin_to_serve(stages)
+        except FusionError:
+            if not self._is_between:
+                self._serve_again()
+            raise
         self._is_between = False
         self._held_since = time.monotonic()
         self._intended = None
         self._record_made_at = -math.inf
         self._life.moved(str(layers))
         log.info("serves other layers", layers=str(layers), before=old)
-        if paused is None:
+        if self._admission.paused is None:
             await self._announce()
         return True
+
+    async def _begin_to_serve(self, stages: Sequence[Stage]) -> None:
+        """Measures stages and serves them, with what memory is left for KV.
+
+        Raises:
+            ResourceExhausted: too little is left, and what was served before is still what there is.
+        """
+        forwards = [(rows, await asyncio.to_thread(_measure, stages, rows)) for rows in _warm_up_rows(stages[0].device)]
+        await asyncio.to_thread(self._release_cached)
+        budget = _kv_budget(self._config, stages, self._free_bytes)
+        self._exchange(Shard(self._model, tuple(stages), tuple(forwards), budget, self._shard.capacity_layers))
+
+    def _serve_again(self) -> None:
+        """Takes sessions for the layers that are still there: going over has failed when all sessions were gone."""
+        try:
+            self._exchange(self._shard)
+        except FusionError:
+            self._is_between = True
+            raise
 
     async def _moved(self, resident: Sequence[Stage], layers: LayerRange) -> list[Stage]:
         """Stages of other layers, which share what is resident on their device and read the rest."""
@@ -709,7 +742,10 @@ class ServingNode:
         devices = choose_devices(self._config.device)
         itemsize = numerics_class(self._config.numerics).weight_dtype(devices[0]).itemsize
         layer_bytes = _layer_bytes(self._model, itemsize)
-        return [_memory_plan(self._config, device, len(devices)).num_layers(layer_bytes) for device in devices]
+        return [
+            _memory_plan(self._config, device, len(devices), self._free_bytes).num_layers(layer_bytes)
+            for device in devices
+        ]
 
     def _kept(self, layers: LayerRange) -> list[Stage]:
         """Parts of what is resident that other layers have as well; all else can go."""

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -227,6 +227,10 @@ class MemorySwarm:
         self._stack.push_async_callback(close)
         self.nodes.append(made)
         return made
+
+    def at_end(self, work: Callable[[], Awaitable[None]]) -> None:
+        """To be awaited when the test is over; what was named last comes first."""
+        self._stack.push_async_callback(work)
 
     async def pipeline(self) -> list[Node]:
         """Three nodes over the seven layers."""

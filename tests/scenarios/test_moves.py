@@ -1,0 +1,279 @@
+"""A node goes over to other layers: the real serving node, with a tiny model, over the in-memory network.
+
+Whoever decides on a move is tested in tests/core/test_mover.py; here is what the move does to weights, sessions, and
+what the node says of itself.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import pytest
+import torch
+
+from fusion_node.client.answer_core import Place
+from fusion_node.daemon.config import NodeConfig
+from fusion_node.daemon.life import NodeLife
+from fusion_node.daemon.memory_plan import place_layers
+from fusion_node.daemon.serving_node import ServingNode, Shard
+from fusion_node.engine.boundary import Boundary
+from fusion_node.engine.numerics import numerics_class
+from fusion_node.engine.stage import Stage
+from fusion_node.errors import ResourceExhausted
+from fusion_node.store import ModelStore, StoredModel
+from fusion_node.types import LayerRange, PeerId
+from p2p.discovery import Discovery, DiscoveryConfig
+from p2p.gate import PeerGate
+from p2p.identity import Identity
+from p2p.memory import MemoryNetwork
+from p2p.memory_discovery import MemoryDiscovery
+from p2p.reachability_verdict import Plane
+from p2p.records import NodeRecord, PlanStage, open_record
+from p2p.seam import Listener, OnLink
+from tests.engine.tiny import TinyModel, tiny_model
+from tests.scenarios.swarm import CPU, MODEL, MemorySwarm, memory_swarm
+from tests.scenarios.test_answer_repair import RANGES, Answering
+
+NUM_TOKENS = 10
+
+
+@pytest.fixture(scope="module")
+def model() -> TinyModel:
+    return tiny_model("llama")
+
+
+@pytest.fixture(scope="module")
+def boundary(model: TinyModel) -> Boundary:
+    return Boundary.load(model, numerics=numerics_class("fp32"), device=CPU)
+
+
+@pytest.fixture(scope="module")
+def stored(model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Source:
+    """The same weights as a node finds them in its store."""
+    folder = tmp_path_factory.mktemp("moves")
+    model.whole.save_pretrained(folder / "tiny")  # type: ignore[operator]
+    (folder / "tiny" / "tokenizer.json").write_text('{"version": "1.0"}')
+    found = ModelStore(folder / "home").pull(str(folder / "tiny"))
+    return Source(found.path, "tiny", MODEL, found.manifest)
+
+
+@pytest.fixture
+async def swarm(model: TinyModel, boundary: Boundary) -> AsyncIterator[MemorySwarm]:
+    async with memory_swarm(model, boundary) as made:
+        yield made
+
+
+@dataclass(frozen=True)
+class Source(StoredModel):
+    """Tells of what is read.
+
+    Attributes:
+        on_read: called with the layers of the tensors that are about to be read; may raise.
+    """
+
+    on_read: list[Callable[[set[int]], None]] = field(default_factory=list, compare=False)
+
+    def open_tensors(self, names: Iterable[str]) -> Iterator[tuple[str, str, tuple[int, ...], memoryview]]:
+        wanted = list(names)
+        layers = {int(name.split(".layers.")[1].split(".")[0]) for name in wanted if ".layers." in name}
+        for told in self.on_read:
+            told(layers)
+        return super().open_tensors(wanted)
+
+
+class Reach:
+    """Everything that is bound can be dialled."""
+
+    def __init__(self) -> None:
+        self.on_change: list[Callable[[], None]] = []
+        self._bound: dict[Plane, list[tuple[str, int]]] = {}
+
+    def bound(self, plane: Plane, sockets: Sequence[tuple[str, int]]) -> None:
+        self._bound[plane] = list(sockets)
+
+    async def settled(self, plane: Plane, *, timeout_s: float) -> bool:
+        return True
+
+    def announced(self, plane: Plane) -> list[tuple[str, int]]:
+        return self._bound.get(plane, [])
+
+    def best_known(self, plane: Plane) -> list[tuple[str, int]]:
+        return self.announced(plane)
+
+
+class NodeDiscovery(MemoryDiscovery):
+    """As a serving node uses it.
+
+    Attributes:
+        said: all that the node has told of itself.
+    """
+
+    def __init__(self, identity: Identity, swarm: MemorySwarm) -> None:
+        config = DiscoveryConfig(("127.0.0.1:0",), (), True, True)
+        super().__init__(identity, config, swarm.discoveries, clock=time.time)
+        self.reachability = Reach()
+        self.on_path: list[object] = []
+        self.said: list[NodeRecord] = []
+
+    async def announce(self, envelope: bytes, model_ids: Sequence[str]) -> None:
+        record = open_record(envelope, now=self._now())
+        assert isinstance(record, NodeRecord)
+        self.said.append(record)
+        await super().announce(envelope, model_ids)  # type: ignore[arg-type]
+
+
+class NodeNetwork(MemoryNetwork):
+    """Takes links through libp2p as well, of which none come."""
+
+    async def listen(self, address: str, on_link: OnLink) -> Listener:
+        return NoListener() if address.startswith("/p2p/") else await super().listen(address, on_link)
+
+
+class NoListener:
+    address = ""
+
+    async def aclose(self) -> None:
+        pass
+
+
+@dataclass
+class Memory:
+    """Of every device, free to be allocated."""
+
+    free_bytes: int = 1 << 30
+
+    def __call__(self, device: torch.device) -> int:
+        return self.free_bytes
+
+
+@dataclass
+class Moving:
+    """A serving node that may go over to other layers."""
+
+    node: ServingNode
+    identity: Identity
+    discovery: NodeDiscovery
+    memory: Memory
+    stages: list[weakref.ref[Stage]]
+    """That it was started with."""
+
+    @property
+    def peer(self) -> PeerId:
+        return self.identity.peer_id
+
+    @property
+    def layers(self) -> LayerRange:
+        return self.node.ready.layers
+
+    @property
+    def address(self) -> str:
+        return self.node.ready.data_addresses[0]
+
+    @property
+    def shard_ranges(self) -> list[tuple[LayerRange, bool]]:
+        """What it last told the swarm that it holds, and whether that is ready."""
+        return [(LayerRange(s.start, s.stop), s.is_ready) for s in self.discovery.said[-1].shards]
+
+    async def go_over(self, start: int, stop: int, *, before_drop: Callable[[], None] = lambda: None) -> bool:
+        async def may_drop() -> bool:
+            before_drop()
+            return True
+
+        try:
+            await self.node.intend(LayerRange(start, stop))
+            return await self.node.go_over(LayerRange(start, stop), may_drop)
+        finally:
+            await self.node.intend(None)
+
+
+async def moving_node(
+    swarm: MemorySwarm,
+    stored: Source,
+    layers: LayerRange,
+    *,
+    device: str = "cpu",
+    scheduler: PeerId | None = None,
+    kv_memory_bytes: int | None = 1 << 22,
+) -> Moving:
+    host, identity = f"moving{len(swarm.discoveries.peers)}", Identity.generate()
+    discovery, memory = NodeDiscovery(identity, swarm), Memory()
+    await discovery.start()
+    config = NodeConfig(
+        "tiny", device=device, scheduler=scheduler, kv_memory_bytes=kv_memory_bytes, back_off=False, drain_grace_s=60.0
+    )
+    places = place_layers(layers, [1 for _ in device.split(",")])
+    numerics = numerics_class("fp32")
+    stages = [Stage.load(stored, place, numerics=numerics, device=CPU) for place in places if place is not None]
+    shard = Shard(stored, tuple(stages), ((1, 1e-3), (16, 1e-3), (64, 2e-3)), 1 << 22, capacity_layers=4)
+    gate = PeerGate()
+    node = ServingNode(
+        config,
+        identity,
+        shard,
+        cast("Discovery", discovery),
+        NodeLife(identity.peer_id, "tiny"),
+        NodeNetwork(swarm.world, identity, host),
+        gate=gate,
+        free_bytes=memory,
+    )
+    node.on_left = node.close_links
+    swarm.at_end(discovery.aclose)
+    swarm.at_end(node.leave)
+    await node.listen(host, 0)
+    return Moving(node, identity, discovery, memory, [weakref.ref(stage) for stage in stages])
+
+
+@dataclass
+class Answers(Answering):
+    """An answer over the moving node for as long as it has the layers, and over the others otherwise."""
+
+    moving: Moving | None = None
+
+    def _place(self, layers: LayerRange, avoided: frozenset[PeerId]) -> Place | None:
+        node = self.moving
+        if node is not None and node.layers == layers and node.peer not in avoided:
+            return Place(PlanStage(node.peer, layers.start, layers.stop, (node.address,)), 0.001)
+        return super()._place(layers, avoided)
+
+
+async def answers(swarm: MemorySwarm, moving: Moving | None = None, **changes: object) -> Answers:
+    user = await swarm.user()
+    await swarm.measured(user)
+    return Answers(swarm, user, moving=moving, **changes)  # type: ignore[arg-type]
+
+
+async def assert_serves(swarm: MemorySwarm, moving: Moving, expected: list[int]) -> None:
+    """Its layers are among RANGES, and give the same tokens as the others'."""
+    user = await answers(swarm, moving)
+    steps_before = moving.node.num_rows
+    assert await user.run() == expected
+    assert moving.node.num_rows > steps_before
+    assert user.avoided == []
+
+
+async def others(swarm: MemorySwarm) -> list[int]:
+    """Holders of all layers, and what they answer."""
+    for layers in RANGES:
+        await swarm.node(LayerRange(*layers))
+    return await (await answers(swarm)).run()
+
+
+async def test_node_that_fails_when_it_has_stopped_serving_serves_what_it_did(
+    swarm: MemorySwarm, stored: Source
+) -> None:
+    expected = await others(swarm)
+    moving = await moving_node(swarm, stored, LayerRange(3, 5), kv_memory_bytes=None)
+
+    def another_program_takes_all() -> None:
+        moving.memory.free_bytes = 1 << 10
+
+    with pytest.raises(ResourceExhausted):
+        await moving.go_over(5, 7, before_drop=another_program_takes_all)
+    assert not moving.node.is_between
+    assert moving.layers == LayerRange(3, 5)
+    assert moving.shard_ranges == [(LayerRange(3, 5), True)]
+    await assert_serves(swarm, moving, expected)
