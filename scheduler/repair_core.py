@@ -77,6 +77,10 @@ BEST_STUCK_TIMES = 16
 """Of the shortest that steps of the session took on the average, at most: what they take now is in the hands of who is
 judged by it, and a pause of this program looks like a slow step."""
 
+MAX_GIVEN_UP = 4
+"""Times that the patience is doubled to, by steps that were given up. Who is at fault is more likely there still, than
+that all of these nodes are slower than was thought."""
+
 MAX_STUCK_S = 240.0
 """However slow a route has been: 256 rows at a second each."""
 
@@ -312,6 +316,8 @@ class Orders:
         self._user_in_flight = user_in_flight
         self._waiting: list[Order] = list(orders)
         self._sent: list[Order] = []
+        self._stops: dict[int, int] = {}
+        """For each stage the end of the last order that was sent and stops there."""
 
     @property
     def in_flight(self) -> tuple[Order, ...]:
@@ -335,6 +341,8 @@ class Orders:
             if self._may_go(order, held):
                 self._sent.append(order)
                 ready.append(order)
+                if order.stop_stage is not None:
+                    self._stops[order.stop_stage] = order.sequence + order.covers
             else:
                 held.append(order)
         self._waiting = held
@@ -345,6 +353,10 @@ class Orders:
         num_before = len(self._sent)
         self._sent = [o for o in self._sent if o.stop_stage != stage or o.stop > num_positions]
         return len(self._sent) < num_before
+
+    def stops_before(self, stage: int) -> int:
+        """Entries from this on were not ordered to stop at the stage."""
+        return self._stops.get(stage, 0)
 
     def answered(self, sequence: int) -> None:
         """The result of an entry is there."""
@@ -410,7 +422,7 @@ class StepTimes:
         self._expected_s = expected_s
         self._expected_row_s = expected_row_s
         self._patience = 1
-        """Doubled each time that it was not enough, until a step comes back."""
+        """Doubled each time that it was not enough, up to MAX_GIVEN_UP, until a step comes back."""
 
     @property
     def decode_s(self) -> float | None:
@@ -419,7 +431,7 @@ class StepTimes:
 
     def note(self, num_rows: int, seconds: float) -> None:
         """A step came back."""
-        self._patience = 1
+        self.came_back()
         if num_rows <= _FEW_ROWS:
             self._best_s = min(self._few.note(seconds), self._best_s or math.inf)
         else:
@@ -448,7 +460,11 @@ class StepTimes:
 
     def gave_up(self) -> None:
         """A stage was replaced because a step was too long at it: if that was wrong, the next one has more time."""
-        self._patience *= 2
+        self._patience = min(2 * self._patience, MAX_GIVEN_UP)
+
+    def came_back(self) -> None:
+        """A step was not too long, however long it was."""
+        self._patience = 1
 
     def _bound_s(self, num_rows: int) -> float:
         few_s, per_row_s = self._few.bound, self._many.bound

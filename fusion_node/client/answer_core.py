@@ -326,7 +326,9 @@ class AnswerCore:
         self._appended_at = MonotonicS(0.0)
         self._faults: dict[int, Fault] = {}
         self._doubted: set[int] = set()
-        """Of the stages in ``_faults``, accusers that are replaced beside those whom they accuse, where others are."""
+        """Of the stages in ``_faults``, those that are replaced beside who is accused, where others are."""
+        self._accused_at: dict[int, set[PeerId]] = {}
+        """By the first layer of a place, who was accused there since the last result by somebody in doubt."""
         self._last_error: PeerError | None = None
         self._asked: WantsRoute | None = None
         self._num_asked = 0
@@ -726,6 +728,7 @@ class AnswerCore:
         if self._session is not None and self._session.state is SessionState.READY:
             if done.num_computed > self._num_done:
                 self._policy.progressed()
+                self._accused_at.clear()
             if self._repair is not None and done.num_computed >= self._num_done:
                 self._tell_repaired(now)
         self._num_done = max(self._num_done, done.num_computed)
@@ -773,6 +776,21 @@ class AnswerCore:
             error = RemoteProtocolError(peer, f"node {short(peer)} {what}")
             self._faults[accuser] = dataclasses.replace(fault, stage=accuser, accuser=fault.stage, error=error)
             self._doubted.add(accuser)
+        if fault.is_either:
+            self._doubt_further_up(fault, accuser)
+
+    def _doubt_further_up(self, fault: Fault, accuser: int) -> None:
+        """What two stages fail with again, after others were there, may come from the stages before them."""
+        place = self.places[fault.stage]
+        holders = self._accused_at.setdefault(place.layers.start, set())
+        holders.add(place.peer)
+        first = min(fault.stage, accuser)
+        for stage in range(max(0, first - len(holders) + 1), first):
+            if stage not in self._faults:
+                peer = self.places[stage].peer
+                error = RemoteProtocolError(peer, f"node {short(peer)} may be why the nodes behind it fail")
+                self._faults[stage] = dataclasses.replace(fault, stage=stage, accuser=fault.stage, error=error)
+                self._doubted.add(stage)
 
     def _recovered(self, stage: int) -> None:
         self._faults.pop(stage, None)

@@ -646,6 +646,7 @@ class SessionCore:
         self._orders.answered(message.sequence)
         if message.epoch == self.plan.epoch:
             self._is_proven = True
+            self._times.came_back()
             self._watch.all_applied(self._num_results)
         self._renewed_at = self._last_result_at = now
         done = StepDone(
@@ -663,8 +664,22 @@ class SessionCore:
         if message.num_positions > self.num_positions or message.next_sequence > self._num_sent:
             self._accuse_of_excess(stage, now)
             return
-        if self._orders.acknowledged(stage, message.num_positions):
+        is_ordered = message.next_sequence <= max(self._orders.stops_before(stage), self._num_results)
+        if self.state is SessionState.READY and not is_ordered:
+            self._stopped(stage, now)
+        elif self._orders.acknowledged(stage, message.num_positions):
             self._moved(now)
+
+    def _stopped(self, stage: int, now: MonotonicS) -> None:
+        """An entry ended here that was to go on: by the header that came, or by one that the stage has made up."""
+        self._anew.update(self._peers[stage:])
+        if stage == 0:
+            self._fault_garbage(stage, "stops at what it was to hand on")
+            return
+        source, culprit = self._peers[stage], self._peers[stage - 1]
+        self._doubtful.add((stage, stage - 1))
+        text = f"node {short(culprit)} has a step stop at node {short(source)}, going by what that says"
+        self._accuse(stage, stage - 1, RemoteProtocolError(culprit, text), now)
 
     def _moved(self, now: MonotonicS) -> None:
         if self.state is SessionState.READY:

@@ -633,6 +633,26 @@ def test_stage_that_hands_nothing_on_and_never_says_how_far_it_is_is_found_and_n
     assert sum(repair.stall_s for repair in user.repairs) < 15.0
 
 
+@pytest.mark.parametrize(("stage", "stops_at"), [(0, 1), (0, 2), (1, 2)])
+def test_stage_that_has_steps_stop_behind_it_is_found_and_nobody_avoided_by_others(stage: int, stops_at: int) -> None:
+    """So there is never a result, and all behind it are well."""
+    world, nodes, _ = world_of_three(num_spare=3)
+    liar, send = nodes[stage].peer, world.send
+
+    def shorten(source: PeerId, target: PeerId, message: AnyMessage, rows: tuple[int, ...] = ()) -> bool:
+        if source == liar and isinstance(message, Step) and message.sequence >= 5:
+            message = msgspec.structs.replace(message, stop_stage=stops_at)
+        return send(source, target, message, rows)
+
+    world.send = shorten  # type: ignore[method-assign]
+    user = world.answer(PROMPT, NUM_TOKENS)
+    finish(world, user)
+    assert user.num_sessions == 1
+    assert liar not in {place.peer for place in user.core.places}
+    assert user.avoided == []
+    assert sum(repair.stall_s for repair in user.repairs) < 2.0
+
+
 @pytest.mark.parametrize("stage", [1, 2])
 def test_stage_that_takes_longer_for_each_step_is_replaced_before_it_takes_minutes(stage: int) -> None:
     num_tokens = 40

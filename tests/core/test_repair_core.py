@@ -329,6 +329,11 @@ def test_patience_that_was_not_enough_is_doubled_until_a_step_comes_back() -> No
     assert times.patience_s(1, is_proven=False) == 4 * STUCK_S
     times.note(1, 0.1)
     assert times.patience_s(1, is_proven=False) == STUCK_S
+    for _ in range(5):
+        times.gave_up()
+    assert times.patience_s(1, is_proven=False) == 4 * STUCK_S
+    times.came_back()  # over stages that were replaced meanwhile, so that its time says nothing
+    assert times.patience_s(1, is_proven=False) == STUCK_S
 
 
 # who

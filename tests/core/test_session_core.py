@@ -137,7 +137,8 @@ def found_when_both_are_there(session: SessionCore, accuser: int, accused: int) 
     """Who accuses and who is accused are asked, and both answer."""
     assert events(session) == []
     assert session.state is SessionState.BROKEN
-    asked = [(peer, m) for peer, m in session.messages_to_send() if isinstance(m, SessionQuery)]
+    queries = [(peer, m) for peer, m in session.messages_to_send() if isinstance(m, SessionQuery)]
+    asked = sorted(queries, key=lambda query: query[1].stage)
     stages = sorted((accuser, accused))
     assert asked == [(PEERS[stage], SessionQuery(KEY, EPOCH, stage)) for stage in stages]
     for stage in stages:
@@ -422,6 +423,19 @@ def test_acknowledgement_of_nothing_is_no_progress() -> None:
     session.receive(Replayed(KEY, EPOCH, 2, 0, 0), source=PEERS[2], now=at(0.1))
     assert events(session) == []
     assert session.get_timer() == due
+
+
+def test_step_that_stops_where_nobody_has_ordered_it_to_speaks_against_two_stages() -> None:
+    session = opened()
+    send(session)
+    session.receive(Replayed(KEY, EPOCH, 2, 1, 1), source=PEERS[2], now=T0)
+    fault = found_when_both_are_there(session, 2, 1)
+    assert (fault.stage, fault.cause, fault.accuser, fault.is_either) == (1, Cause.PAIR, 2, True)
+    session = opened()
+    send(session)
+    session.receive(Replayed(KEY, EPOCH, 0, 1, 1), source=PEERS[0], now=T0)
+    fault = fault_of(session)
+    assert (fault.stage, fault.cause) == (0, Cause.GARBAGE)
 
 
 def test_stage_that_is_about_to_leave_serves_on() -> None:
