@@ -330,6 +330,8 @@ class AnswerCore:
         self._accused_at: dict[int, set[PeerId]] = {}
         """By the first layer of a place, who was accused there since the last result by somebody in doubt."""
         self._last_error: PeerError | None = None
+        self._attempt_of: tuple[bytes, int] | None = None
+        """Session and epoch whose failure was counted last."""
         self._asked: WantsRoute | None = None
         self._num_asked = 0
         self._patience_until: MonotonicS | None = None
@@ -838,11 +840,20 @@ class AnswerCore:
         )
 
     def _try_again(self, now: MonotonicS, with_whole: str = "") -> None:
-        """An attempt has failed.
+        """An attempt has failed: once, however many of its stages are lost before there is another.
 
         Args:
             with_whole: why part of a route will not do; empty: it may.
         """
+        failed = (self.session, self.epoch)
+        looking = self._asked or self._next
+        if failed == self._attempt_of and looking is not None:
+            if with_whole or looking.kind is RouteKind.WHOLE:
+                self._ask_whole(with_whole or str(self._last_error), now)
+            else:
+                self._look(now)
+            return
+        self._attempt_of = failed
         attempt = self._policy.next_attempt()
         if attempt is Attempt.GIVE_UP:
             self._fail(self._last_error or FusionError("no node could be found that goes on with the answer"))

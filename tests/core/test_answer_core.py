@@ -197,6 +197,32 @@ def test_several_stages_fail_at_once(stages: tuple[int, ...], fault: str) -> Non
     assert user.num_sessions == 1
 
 
+@pytest.mark.parametrize("fault", ["kill", "freeze", "reset"])
+def test_all_of_six_stages_that_fail_at_once_are_one_attempt(fault: str) -> None:
+    world = World(0)
+    nodes, _ = ([world.node(layer, layer + 1) for layer in range(6)] for _ in range(2))
+    user = world.answer(PROMPT, NUM_TOKENS)
+
+    def strike() -> None:
+        for node in nodes:
+            FAULTS[fault](world, node)
+
+    at_token(user, 4, strike)
+    finish(world, user)
+    assert user.num_sessions == 1
+    assert [repair.kind for repair in user.repairs] == [RepairKind.PATCHED]
+
+
+def test_stages_that_all_refuse_one_opening_are_one_attempt() -> None:
+    world = World(0)
+    nodes, _ = ([world.node(layer, layer + 1) for layer in range(6)] for _ in range(2))
+    for node in nodes:
+        node.serving.admission.paused = "the operator needs it"
+    user = world.answer(PROMPT, NUM_TOKENS)
+    finish(world, user)
+    assert user.num_sessions == 2
+
+
 @pytest.mark.parametrize("second", [0, 1, 2])
 @pytest.mark.parametrize("fault", ["kill", "freeze", "reset"])
 def test_stage_fails_while_another_is_being_replaced(second: int, fault: str) -> None:
