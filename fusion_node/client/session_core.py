@@ -721,8 +721,9 @@ class SessionCore:
         source, reason = self._peers[stage], printable(message.reason)
         is_source = any(order.source == stage for order in self._orders.in_flight)
         if message.code == NOT_RETAINED and message.is_kept and is_source:
-            self.state = SessionState.BROKEN
-            self._events.append(CannotResume(stage))
+            if self.state is not SessionState.BROKEN:  # else it is being seen to already
+                self.state = SessionState.BROKEN
+                self._events.append(CannotResume(stage))
         elif message.culprit in self._peers and message.culprit != source:
             accused = self._peers.index(PeerId(message.culprit))
             culprit = self._peers[accused]

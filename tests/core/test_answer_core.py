@@ -446,6 +446,27 @@ def test_stage_that_always_says_that_its_rows_are_gone_is_replaced_once() -> Non
     assert user.avoided == [liar]
 
 
+@pytest.mark.parametrize("num_times", [1, 9])
+def test_stage_that_says_many_times_that_its_rows_are_gone_has_said_it_once(num_times: int) -> None:
+    world, nodes, _ = world_of_three(num_spare=2)
+    liar, send = nodes[0].peer, world.send
+
+    def deliver(source: PeerId, target: PeerId, message: AnyMessage, rows: tuple[int, ...] = ()) -> bool:
+        if target != liar or not isinstance(message, Resend):
+            return send(source, target, message, rows)
+        gone = SessionFailed(message.session, message.epoch, 0, NOT_RETAINED, "gone", "", True)
+        return all(send(liar, USER, gone) for _ in range(num_times))
+
+    world.send = deliver  # type: ignore[method-assign]
+    user = world.answer(PROMPT, NUM_TOKENS)
+    at_token(user, 4, lambda: world.kill(nodes[1]))
+    finish(world, user)
+    assert user.num_sessions == 2
+    # It did as it may, once.
+    assert user.avoided == [nodes[1].peer]
+    assert liar in {place.peer for place in user.core.places}
+
+
 def test_source_that_drops_its_rows_during_a_replay_is_told_of_as_a_repair() -> None:
     world, nodes, _ = world_of_three()
     user = world.answer(PROMPT, NUM_TOKENS)
