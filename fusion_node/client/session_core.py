@@ -737,9 +737,14 @@ class SessionCore:
                 self._anew.update(self._peers[stage:])
                 self._doubtful.add((stage, accused))
             self._accuse(stage, accused, error, now)
+        elif self.state is SessionState.BROKEN and not message.culprit and self._is_accuser(stage):
+            pass  # a place that it could not open it has given back, and says so when it is asked
         else:
             error = PeerRefused(source, f"node {short(source)} ended the session: {reason}")
             self._fault(stage, Cause.REFUSED, error)
+
+    def _is_accuser(self, stage: int) -> bool:
+        return any(accuser == stage for accuser, _ in self._accusations)
 
     def _accuse(self, accuser: int, accused: int, error: PeerError, now: MonotonicS) -> None:
         """Nothing goes on between the two; who of them is at fault shows when both are asked."""

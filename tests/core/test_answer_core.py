@@ -252,6 +252,17 @@ def test_link_between_two_nodes_that_cannot_be_made_again_is_avoided_and_nobody_
     )
 
 
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("stage", [0, 1])
+def test_link_between_two_nodes_that_cannot_be_made_from_the_beginning_has_nobody_blamed(stage: int, seed: int) -> None:
+    world, nodes, _ = world_of_three(seed)
+    world.broken_links.add(frozenset((nodes[stage].peer, nodes[stage + 1].peer)))
+    user = world.answer(PROMPT, NUM_TOKENS)
+    finish(world, user)
+    assert user.avoided == []
+    assert user.num_sessions == 2
+
+
 @pytest.mark.parametrize("num_bad", [1, 2, 3])
 @pytest.mark.parametrize("when", ["start", "decode"])
 def test_several_holders_of_a_stage_that_compute_garbage_do_not_end_the_answer(num_bad: int, when: str) -> None:

@@ -30,6 +30,7 @@ from p2p.identity import Identity
 from p2p.messages import (
     NOT_RETAINED,
     SUCCESSOR_UNREACHABLE,
+    UNKNOWN_SESSION,
     AnyMessage,
     CloseSession,
     OpenSession,
@@ -292,6 +293,19 @@ def test_of_two_stages_that_are_both_there_the_link_is_at_fault(code: str, kind:
     assert (type(fault.error), fault.error.peer) == (kind, PEERS[2])
     assert str(fault.error).isprintable()
     assert PEERS[1][-8:] in str(fault.error)  # whoever says so is named, too: it may lie
+
+
+def test_stage_that_has_closed_what_it_could_not_open_is_not_at_fault_for_saying_so() -> None:
+    session = core()
+    session.start(now=T0)
+    session.messages_to_send()
+    refused = SessionRefused(KEY, EPOCH, 1, SUCCESSOR_UNREACHABLE, "no way")
+    session.receive(refused, source=PEERS[1], now=T0)
+    session.receive(SessionFailed(KEY, EPOCH, 1, UNKNOWN_SESSION, "no such session", ""), source=PEERS[1], now=T0)
+    assert events(session) == []
+    session.receive(SessionProgress(KEY, EPOCH, 2, 0, 0, 120.0, 0.0), source=PEERS[2], now=T0)
+    fault = fault_of(session)
+    assert (fault.stage, fault.cause, fault.accuser) == (2, Cause.PAIR, 1)
 
 
 def test_accused_stage_that_is_gone_is_at_fault_at_once() -> None:
