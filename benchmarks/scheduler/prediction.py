@@ -45,7 +45,7 @@ SURVEYED_WITHIN_S = 60.0
 """For nodes to have measured their round trips. They take one peer at a time, and a few seconds for the first ones."""
 
 RATES_WITHIN_S = 200.0
-"""For nodes to have measured their lines, which they begin one to two minutes after their start."""
+"""For nodes to have measured their lines, which they begin within a minute after their start, unless used."""
 
 
 @dataclass(frozen=True, slots=True)

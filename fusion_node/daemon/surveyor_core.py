@@ -7,7 +7,7 @@ Guarantees: at most one peer is measured per timer, every EAGER_S until ENOUGH w
 that could not be reached is left alone for BACK_OFF_S, doubling, and so is a host at which BAD_PLACE in a row were not.
 Of neighbours, the NUM_NEAR that seem nearest are measured again and again; every third measurement goes to anybody by
 chance, so that a swarm of any size costs the same and no claim of a coordinate can keep others from being measured.
-Bandwidth is measured with PROBE_PEERS peers one after the other, then once in PROBE_AGAIN_S.
+Bandwidth is measured with PROBE_PEERS peers, PROBE_AFTER_S or more apart, then once in PROBE_AGAIN_S.
 
 Assumes: the shell reports every measurement that it was told to make, as done or failed, before the next timer or soon
 after. ``now`` is monotonic seconds.
@@ -60,6 +60,10 @@ BACK_OFF_S, MAX_BACK_OFF_S = 300.0, 7200.0
 BAD_PLACE = 3
 """Failures in a row at one host, whoever was said to be there, after which it is left alone like an unreachable peer:
 many identities that name a third party's address must not make a swarm dial it."""
+
+FIRST_PROBE_S, LAST_FIRST_PROBE_S = 15.0, 60.0
+"""From the start, by chance between the two: whoever plans before knows nothing of the line. Nodes that were started
+together must not probe together: one that serves them answers to seven in a minute (p2p.bandwidth_core)."""
 
 PROBE_AFTER_S, PROBE_AGAIN_S = 60.0, 6 * 3600.0
 """Between the first probes of bandwidth, and between those after. One takes up to 4.5 MiB."""
@@ -134,8 +138,7 @@ class SurveyorCore:
         self._num_measured = 0
         self._num_chosen = 0
         self._next_at = now + FIRST_AFTER_S
-        # Not all nodes that were started together at once.
-        self._probe_at = now + PROBE_AFTER_S * rng.uniform(1.0, 2.0)
+        self._probe_at = now + rng.uniform(FIRST_PROBE_S, LAST_FIRST_PROBE_S)
 
     @property
     def coordinate(self) -> Coordinate:

@@ -16,7 +16,9 @@ from fusion_node.daemon.surveyor_core import (
     BAD_PLACE,
     CALM_S,
     EAGER_S,
+    FIRST_PROBE_S,
     FORGET_S,
+    LAST_FIRST_PROBE_S,
     MAX_ANNOUNCED,
     MAX_PEERS,
     NUM_NEAR,
@@ -188,9 +190,23 @@ def test_bandwidth_is_measured_with_a_few_peers_and_then_rarely() -> None:
             core.probed(peer, 1e6 * (1 + len(probed)), 5e6, now=float(now))
 
     assert len({peer for _, peer in probed[:PROBE_PEERS]}) == PROBE_PEERS
-    assert probed[0][0] >= PROBE_AFTER_S
+    assert FIRST_PROBE_S <= probed[0][0] <= LAST_FIRST_PROBE_S + 10
+    assert all(later - earlier >= PROBE_AFTER_S for (earlier, _), (later, _) in itertools.pairwise(probed))
     assert len(probed) <= PROBE_PEERS + 12 * 3600 / PROBE_AGAIN_S
     assert core.down_Bps == 5e6
+
+
+def test_nodes_that_start_together_do_not_probe_together() -> None:
+    first = []
+    for seed in range(200):
+        core = SurveyorCore(random.Random(seed), now=0.0)
+        core.saw([seen("n")], now=0.0)
+        core.measured(PeerId("n"), 0.02, now=0.0)
+        first.append(next(now for now in range(1000) if core.to_probe(now=float(now), is_idle=True) is not None))
+
+    assert min(first) >= FIRST_PROBE_S
+    assert max(first) <= LAST_FIRST_PROBE_S
+    assert max(Counter(now // 10 for now in first).values()) <= 0.4 * len(first)
 
 
 def test_nothing_is_probed_while_somebody_needs_the_line() -> None:
