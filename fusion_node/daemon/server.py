@@ -119,17 +119,20 @@ class NodeServer:
         self.bandwidth: BandwidthMeter | None = None
         self._compressor: Compressor | None = None
 
-    def attach(self, pool: LinkPool, *, compressor: Compressor | None = None) -> None:
+    def attach(
+        self, pool: LinkPool, *, compressor: Compressor | None = None, bandwidth: BandwidthMeter | None = None
+    ) -> None:
         """Where to send; the pool and the server need each other, so this comes second.
 
         Args:
             compressor: decides which rows are compressed; one that goes by the pool's links if not given.
+            bandwidth: of the pool's links; a new one if not given.
         """
         self._pool = pool
         self._compressor = compressor or Compressor(
             rate_Bps=pool.delivery_rate_Bps, features=pool.features, limit_Bps=pool.max_upload_Bps
         )
-        self.bandwidth = BandwidthMeter(pool, is_busy=lambda: self._forwards.is_busy, clock=self._clock)
+        self.bandwidth = bandwidth or BandwidthMeter(pool, is_busy=lambda: self.is_busy, clock=self._clock)
 
     # what the link pool tells
 
@@ -166,6 +169,11 @@ class NodeServer:
         """Ends the sessions whose time is over. Called now and then by whoever runs the server."""
         self._serving.handle_timer(now=self._now())
         self._carry_out()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether anything is being computed."""
+        return self._forwards.is_busy
 
     def status(self) -> BatchingStatus:
         """What waits and what runs now."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import gc
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -47,9 +48,10 @@ from fusion_node.engine.numerics import numerics_class
 from fusion_node.engine.quantized import expected_bytes
 from fusion_node.engine.shard_engine import ShardEngine
 from fusion_node.engine.stage import Stage
-from fusion_node.errors import FusionError, LocalProtocolError, PeerError, ResourceExhausted
+from fusion_node.errors import FusionError, PeerError, ResourceExhausted
 from fusion_node.store import StoredModel
 from fusion_node.types import LayerRange, PeerId
+from p2p.bandwidth import BandwidthMeter
 from p2p.compression import FEATURE
 from p2p.discovery import Discovery, DiscoveryService
 from p2p.gate import PeerGate
@@ -446,13 +448,13 @@ class ServingNode:
             max_upload_Bps=config.max_upload_Bps,
             features=(FEATURE,),
         )
-        self._server.attach(self._pool)
-        if self._server.bandwidth is None:
-            raise LocalProtocolError("the server has links, and so measures bandwidth")
+        # What it knows of peers outlives the server, and others hold it; so it must not hold the first server's shard.
+        self._bandwidth = BandwidthMeter(self._pool, is_busy=lambda: self._server.is_busy)
+        self._server.attach(self._pool, bandwidth=self._bandwidth)
         self._surveyor = Surveyor(
             identity.peer_id,
             self._pool,
-            self._server.bandwidth,
+            self._bandwidth,
             discovery.table,
             model_id=self._model.model_id,
             own=lambda: None if self._admission.paused is not None else self._engine.layers,
@@ -547,7 +549,7 @@ class ServingNode:
     def tell_links(self, examiner: NetworkExaminer, view: SwarmView) -> None:
         """Lets the examiner and the view see the data plane, which listens now."""
         view.has_links(self._pool.links)
-        examiner.has_links(self._pool, self._server.bandwidth, self._data_listen)
+        examiner.has_links(self._pool, self._bandwidth, self._data_listen)
 
     async def serve(self, stop: asyncio.Event) -> None:
         """Announces and expires until told to stop; pauses and resumes meanwhile."""
@@ -681,6 +683,7 @@ class ServingNode:
                 kept = self._kept(layers)
                 self._shrink(kept)
                 before = self._shard
+                await asyncio.to_thread(self._free_what_is_dropped)
                 stages = await self._moved(kept, layers)
             await self._begin_to_serve(stages)
         except FusionError:
@@ -693,6 +696,8 @@ class ServingNode:
         self._record_made_at = -math.inf
         self._life.moved(str(layers))
         log.info("serves other layers", layers=str(layers), before=old)
+        del before
+        await asyncio.to_thread(self._free_what_is_dropped)
         if self._admission.paused is None:
             await self._announce()
         return True
@@ -769,7 +774,11 @@ class ServingNode:
         self._is_between = True
         self._exchange(dataclasses.replace(shard, stages=stages, kv_budget_bytes=kv_bytes))
         self._admission.draining = True
-        self._release_caches()
+
+    def _free_what_is_dropped(self) -> None:
+        """A server and its forwards refer to one another, and so to the old layers: only a collection frees those."""
+        gc.collect()
+        self._release_cached()
 
     def _exchange(self, shard: Shard) -> None:
         """Serves another shard, by a new server; the old one has been drained."""
@@ -777,9 +786,8 @@ class ServingNode:
         self._use(shard)
         self._admission.paused = paused
         self._server = self._new_server(shard)
-        self._server.attach(self._pool)
+        self._server.attach(self._pool, bandwidth=self._bandwidth)
         self._server.counters.update(old.counters)
-        self._server.bandwidth = old.bandwidth  # what it knows of peers outlives the change, and others hold it
 
     @property
     def is_between(self) -> bool:

@@ -79,6 +79,7 @@ class Answering:
     on_token: Callable[[int], None] = lambda count: None
     on_event: Callable[[AnswerEvent], None] = lambda event: None
     retain: bool = False
+    ranges: Sequence[tuple[int, int]] = RANGES
     events: list[AnswerEvent] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
 
@@ -134,9 +135,13 @@ class Answering:
                 ids.append(token)
                 self.tokens.append(token)
                 self.on_token(len(self.tokens))
+                await self.next_is_wanted()
                 if len(self.tokens) < num_tokens:
                     shell.append(position, self.swarm.rows([token]))
         return self.tokens
+
+    async def next_is_wanted(self) -> None:
+        """Awaited when a token has come and the next is not asked for."""
 
     # as a router
 
@@ -149,7 +154,7 @@ class Answering:
         deadline = time.monotonic() + (0.5 if wants.wait else 0.0)
         while True:
             for avoided in (wants.avoid_peers, frozenset[PeerId]()):
-                places = [self._place(LayerRange(*layers), avoided) for layers in RANGES]
+                places = [self._place(LayerRange(*layers), avoided) for layers in self.ranges]
                 if None not in places:
                     return Found(tuple(p for p in places if p is not None), self.prefix)
             if time.monotonic() > deadline:

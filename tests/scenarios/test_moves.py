@@ -6,9 +6,12 @@ what the node says of itself.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -23,7 +26,7 @@ from fusion_node.daemon.serving_node import ServingNode, Shard
 from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.numerics import numerics_class
 from fusion_node.engine.stage import Stage
-from fusion_node.errors import ResourceExhausted
+from fusion_node.errors import ResourceExhausted, StoreCorrupted
 from fusion_node.store import ModelStore, StoredModel
 from fusion_node.types import LayerRange, PeerId
 from p2p.discovery import Discovery, DiscoveryConfig
@@ -31,11 +34,12 @@ from p2p.gate import PeerGate
 from p2p.identity import Identity
 from p2p.memory import MemoryNetwork
 from p2p.memory_discovery import MemoryDiscovery
+from p2p.messages import OpenSession, SessionRefused
 from p2p.reachability_verdict import Plane
-from p2p.records import NodeRecord, PlanStage, open_record
+from p2p.records import NodeRecord, PlanStage, open_record, sign_plan
 from p2p.seam import Listener, OnLink
 from tests.engine.tiny import TinyModel, tiny_model
-from tests.scenarios.swarm import CPU, MODEL, MemorySwarm, memory_swarm
+from tests.scenarios.swarm import CPU, MODEL, MemorySwarm, memory_swarm, until
 from tests.scenarios.test_answer_repair import RANGES, Answering
 
 NUM_TOKENS = 10
@@ -76,6 +80,14 @@ class Source(StoredModel):
     """
 
     on_read: list[Callable[[set[int]], None]] = field(default_factory=list, compare=False)
+
+    @contextlib.contextmanager
+    def watched(self, told: Callable[[set[int]], None]) -> Iterator[None]:
+        self.on_read.append(told)
+        try:
+            yield
+        finally:
+            self.on_read.remove(told)
 
     def open_tensors(self, names: Iterable[str]) -> Iterator[tuple[str, str, tuple[int, ...], memoryview]]:
         wanted = list(names)
@@ -158,8 +170,8 @@ class Moving:
     identity: Identity
     discovery: NodeDiscovery
     memory: Memory
-    stages: list[weakref.ref[Stage]]
-    """That it was started with."""
+    modules: dict[int, weakref.ref[torch.nn.Module]]
+    """Of the layers that it was started with."""
 
     @property
     def peer(self) -> PeerId:
@@ -172,6 +184,11 @@ class Moving:
     @property
     def address(self) -> str:
         return self.node.ready.data_addresses[0]
+
+    @property
+    def layers_held(self) -> set[int]:
+        """Of those that it was started with, whose weights are in memory, whatever refers to them."""
+        return {layer for layer, module in self.modules.items() if module() is not None}
 
     @property
     def shard_ranges(self) -> list[tuple[LayerRange, bool]]:
@@ -224,7 +241,12 @@ async def moving_node(
     swarm.at_end(discovery.aclose)
     swarm.at_end(node.leave)
     await node.listen(host, 0)
-    return Moving(node, identity, discovery, memory, [weakref.ref(stage) for stage in stages])
+    modules = {
+        layer: weakref.ref(stage._model.get_submodule(f"layers.{layer}"))
+        for stage in stages
+        for layer in range(stage.layers.start, stage.layers.stop)
+    }
+    return Moving(node, identity, discovery, memory, modules)
 
 
 @dataclass
@@ -232,6 +254,12 @@ class Answers(Answering):
     """An answer over the moving node for as long as it has the layers, and over the others otherwise."""
 
     moving: Moving | None = None
+    after_token: Callable[[int], Awaitable[None]] | None = None
+    """Awaited when a token has come and the next is not asked for."""
+
+    async def next_is_wanted(self) -> None:
+        if self.after_token is not None:
+            await self.after_token(len(self.tokens))
 
     def _place(self, layers: LayerRange, avoided: frozenset[PeerId]) -> Place | None:
         node = self.moving
@@ -246,20 +274,22 @@ async def answers(swarm: MemorySwarm, moving: Moving | None = None, **changes: o
     return Answers(swarm, user, moving=moving, **changes)  # type: ignore[arg-type]
 
 
-async def assert_serves(swarm: MemorySwarm, moving: Moving, expected: list[int]) -> None:
-    """Its layers are among RANGES, and give the same tokens as the others'."""
-    user = await answers(swarm, moving)
+async def assert_serves(
+    swarm: MemorySwarm, moving: Moving, expected: list[int], ranges: Sequence[tuple[int, int]] = RANGES
+) -> None:
+    """Its layers are one of these ranges, and give the same tokens as the others'."""
+    user = await answers(swarm, moving, ranges=ranges)
     steps_before = moving.node.num_rows
     assert await user.run() == expected
     assert moving.node.num_rows > steps_before
     assert user.avoided == []
 
 
-async def others(swarm: MemorySwarm) -> list[int]:
+async def others(swarm: MemorySwarm, ranges: Sequence[tuple[int, int]] = RANGES) -> list[int]:
     """Holders of all layers, and what they answer."""
-    for layers in RANGES:
+    for layers in ranges:
         await swarm.node(LayerRange(*layers))
-    return await (await answers(swarm)).run()
+    return await (await answers(swarm, ranges=ranges)).run()
 
 
 async def test_node_that_fails_when_it_has_stopped_serving_serves_what_it_did(
@@ -277,3 +307,86 @@ async def test_node_that_fails_when_it_has_stopped_serving_serves_what_it_did(
     assert moving.layers == LayerRange(3, 5)
     assert moving.shard_ranges == [(LayerRange(3, 5), True)]
     await assert_serves(swarm, moving, expected)
+
+
+async def test_old_layers_are_freed_when_others_are_served(swarm: MemorySwarm, stored: Source) -> None:
+    expected = await others(swarm)
+    moving = await moving_node(swarm, stored, LayerRange(3, 5))
+    await assert_serves(swarm, moving, expected)
+    assert await moving.go_over(5, 7)
+    assert moving.layers_held == set()
+    await assert_serves(swarm, moving, expected)
+
+
+@pytest.mark.parametrize("stop", [2, 4])
+async def test_where_both_do_not_fit_old_layers_are_gone_before_others_are_read(
+    swarm: MemorySwarm, stored: Source, stop: int
+) -> None:
+    expected = await others(swarm)
+    moving = await moving_node(swarm, stored, LayerRange(0, stop))
+    kept = {3} if stop == 4 else set[int]()
+    moving.memory.free_bytes = 0
+    reads: list[set[int]] = []
+
+    def check(layers: set[int]) -> None:
+        reads.append(layers)
+        assert moving.node.is_between
+        assert moving.shard_ranges == [(LayerRange(0, stop), False), (LayerRange(3, 5), False)]
+        assert moving.layers_held == kept | ({0} if not kept else set())
+
+    with stored.watched(check):
+        assert await moving.go_over(3, 5)
+    assert set().union(*reads) == {3, 4} - kept
+    assert not moving.node.is_between
+    assert moving.shard_ranges == [(LayerRange(3, 5), True)]
+    await assert_serves(swarm, moving, expected)
+
+
+async def test_node_between_tells_of_no_layers_and_takes_no_session(swarm: MemorySwarm, stored: Source) -> None:
+    moving = await moving_node(swarm, stored, LayerRange(0, 3))
+    moving.memory.free_bytes = 0
+    goes_on = threading.Event()
+    has_begun = threading.Event()
+
+    def wait(layers: set[int]) -> None:
+        has_begun.set()
+        goes_on.wait(20)
+
+    with stored.watched(wait):
+        going = asyncio.create_task(moving.go_over(5, 7))
+        try:
+            await until(has_begun.is_set)
+            await moving.node.publish()
+            assert moving.shard_ranges == [(LayerRange(5, 7), False)]
+            user = swarm.stranger()
+            await user.pool.connect(moving.peer, [moving.address])
+            stages = (PlanStage(moving.peer, 0, 1, (moving.address,)),)
+            plan = swarm.plan(user.peer, [await swarm.node(LayerRange(0, 1))], stages=stages)
+            user.pool.send(moving.peer, OpenSession(plan.session, 0, 0, sign_plan(plan, user.identity)))
+            refused = await user.get(SessionRefused)
+            assert isinstance(refused, SessionRefused)
+            assert refused.code == "draining"
+        finally:
+            goes_on.set()
+        assert await going
+
+
+async def test_node_whose_other_layers_are_damaged_stays_if_both_fit_and_ends_otherwise(
+    swarm: MemorySwarm, stored: Source
+) -> None:
+    expected = await others(swarm)
+    moving = await moving_node(swarm, stored, LayerRange(3, 5))
+
+    def damaged(layers: set[int]) -> None:
+        raise StoreCorrupted("damaged")
+
+    with stored.watched(damaged):
+        with pytest.raises(StoreCorrupted):
+            await moving.go_over(5, 7)
+        assert not moving.node.is_between
+        await assert_serves(swarm, moving, expected)
+        moving.memory.free_bytes = 0
+        with pytest.raises(StoreCorrupted):
+            await moving.go_over(5, 7)
+        assert moving.node.is_between
+        assert moving.shard_ranges == []
