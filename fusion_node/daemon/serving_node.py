@@ -668,23 +668,19 @@ class ServingNode:
                 await self._announce()
 
     async def go_over(self, layers: LayerRange, may_drop: Callable[[], Awaitable[bool]]) -> bool:
-        before = self._shard
-        fits_beside = sum(map(len, layers.without(before.layers))) <= sum(self._room())
-        stages: Sequence[Stage] = ()
-        if fits_beside:
-            stages = await self._moved(before.stages, layers)
+        places, fits_beside = self._places_of(layers)
+        stages = await self._moved(self._resident(), places) if fits_beside else []
         if not await may_drop():
             return False
+        old = str(self._engine.layers)
         await self._stop_serving()
-        old = str(before.layers)
         try:
             if not fits_beside:
                 # What is dropped has to be gone before what is missing can come.
-                kept = self._kept(layers)
+                kept = self._kept(places)
                 self._shrink(kept)
-                before = self._shard
                 await asyncio.to_thread(self._free_what_is_dropped)
-                stages = await self._moved(kept, layers)
+                stages = await self._moved(kept, places)
             await self._begin_to_serve(stages)
         except FusionError:
             if not self._is_between:
@@ -696,7 +692,6 @@ class ServingNode:
         self._record_made_at = -math.inf
         self._life.moved(str(layers))
         log.info("serves other layers", layers=str(layers), before=old)
-        del before
         await asyncio.to_thread(self._free_what_is_dropped)
         if self._admission.paused is None:
             await self._announce()
@@ -721,20 +716,32 @@ class ServingNode:
             self._is_between = True
             raise
 
-    async def _moved(self, resident: Sequence[Stage], layers: LayerRange) -> list[Stage]:
-        """Stages of other layers, which share what is resident on their device and read the rest."""
-        devices = choose_devices(self._config.device)
-        numerics = numerics_class(self._config.numerics)
-        room = self._room()
-        by_device = {stage.device: stage for stage in resident}
-        resident_layers = [len(by_device[device].layers) if device in by_device else 0 for device in devices]
-        capacities = [max(1, n + num) for n, num in zip(room, resident_layers, strict=True)]
+    def _resident(self) -> list[Stage | None]:
+        """What each of the devices holds; a device that is named twice holds two stages."""
+        left, resident = list(self._shard.stages), list[Stage | None]()
+        for device in choose_devices(self._config.device):
+            resident.append(left.pop(0) if left and left[0].device == device else None)
+        return resident
+
+    def _places_of(self, layers: LayerRange) -> tuple[list[LayerRange | None], bool]:
+        """Where other layers are to go, and whether every device has room for them beside what it holds."""
+        resident, room = self._resident(), self._room()
+        capacities = [
+            max(1, num + (0 if stage is None else len(stage.layers))) for num, stage in zip(room, resident, strict=True)
+        ]
         places = place_layers(layers, capacities, first_layers=first_layers(load_config(self._model)))
-        stages = []
-        for device, place in zip(devices, places, strict=True):
+        missing = [
+            0 if place is None else sum(map(len, place.without(None if stage is None else stage.layers)))
+            for place, stage in zip(places, resident, strict=True)
+        ]
+        return places, all(num <= most for num, most in zip(missing, room, strict=True))
+
+    async def _moved(self, resident: Sequence[Stage | None], places: Sequence[LayerRange | None]) -> list[Stage]:
+        """Stages of other layers, which share what is resident on their device and read the rest."""
+        numerics, stages = numerics_class(self._config.numerics), []
+        for device, before, place in zip(choose_devices(self._config.device), resident, places, strict=True):
             if place is None:
                 continue
-            before = by_device.get(device)
             if before is None:
                 load = functools.partial(Stage.load, self._model, place, numerics=numerics, device=device)
             else:
@@ -752,27 +759,31 @@ class ServingNode:
             for device in devices
         ]
 
-    def _kept(self, layers: LayerRange) -> list[Stage]:
-        """Parts of what is resident that other layers have as well; all else can go."""
-        kept = []
-        for stage in self._shard.stages:
-            start, stop = max(stage.layers.start, layers.start), min(stage.layers.stop, layers.stop)
-            begins = stage.first_layers
-            if start < stop and (begins is None or start in begins):
-                kept.append(stage.part(LayerRange(start, stop)))
+    def _kept(self, places: Sequence[LayerRange | None]) -> list[Stage | None]:
+        """What each device holds of the layers that it is to have; all else can go."""
+        kept = list[Stage | None]()
+        for stage, place in zip(self._resident(), places, strict=True):
+            part = None
+            if stage is not None and place is not None:
+                start, stop = max(stage.layers.start, place.start), min(stage.layers.stop, place.stop)
+                begins = stage.first_layers
+                if start < stop and (begins is None or start in begins):
+                    part = stage.part(LayerRange(start, stop))
+            kept.append(part)
         return kept
 
-    def _shrink(self, kept: Sequence[Stage]) -> None:
-        """Holds nothing but these, or as little as can be where that would be nothing; no session can be opened."""
+    def _shrink(self, kept: Sequence[Stage | None]) -> None:
+        """Holds no more than these: one of them, or as little as can be where there are none. No session is opened."""
         shard = self._shard
         first = shard.stages[0]
         begins = sorted(begin for begin in first.first_layers or () if begin > first.layers.start)
         stop = begins[0] if begins else first.layers.stop if first.first_layers else first.layers.start + 1
         least = LayerRange(first.layers.start, min(stop, first.layers.stop))
-        stages = tuple(kept) or (first.part(least),)
-        kv_bytes = MIN_KV_POSITIONS * sum(stage.kv_bytes_per_position for stage in stages)
+        # Parts on several devices need not follow one another, as the layers of an engine do.
+        stage = next((part for part in kept if part is not None), None) or first.part(least)
+        kv_bytes = MIN_KV_POSITIONS * stage.kv_bytes_per_position
         self._is_between = True
-        self._exchange(dataclasses.replace(shard, stages=stages, kv_budget_bytes=kv_bytes))
+        self._exchange(dataclasses.replace(shard, stages=(stage,), kv_budget_bytes=kv_bytes))
         self._admission.draining = True
 
     def _free_what_is_dropped(self) -> None:

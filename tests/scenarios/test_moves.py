@@ -21,7 +21,7 @@ import torch
 from fusion_node.client.answer_core import Place
 from fusion_node.daemon.config import NodeConfig
 from fusion_node.daemon.life import NodeLife
-from fusion_node.daemon.memory_plan import place_layers
+from fusion_node.daemon.memory_plan import WEIGHTS_SHARE, place_layers
 from fusion_node.daemon.serving_node import ServingNode, Shard
 from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.numerics import numerics_class
@@ -390,3 +390,54 @@ async def test_node_whose_other_layers_are_damaged_stays_if_both_fit_and_ends_ot
             await moving.go_over(5, 7)
         assert moving.node.is_between
         assert moving.shard_ranges == []
+
+
+@dataclass(frozen=True)
+class TwoDevices:
+    """A move to the layers 1:5, of which either device is to have two.
+
+    Attributes:
+        start: of the four layers that were held before.
+        room: for how many layers more there is on each device.
+        read: layers that are missing on their device.
+        held: of those that were held before, the ones in memory meanwhile.
+    """
+
+    start: int
+    room: int
+    fits_beside: bool
+    read: set[int]
+    held: set[int]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        TwoDevices(0, 2, fits_beside=True, read={2, 4}, held={0, 1, 2, 3}),
+        TwoDevices(0, 0, fits_beside=False, read={2, 4}, held={1, 3}),
+        # What one device has is missing on the other: two layers each, though the node lacks but two.
+        TwoDevices(3, 1, fits_beside=False, read={1, 2, 3, 4}, held={3}),
+    ],
+)
+async def test_every_device_has_room_for_what_it_lacks_or_drops_the_rest_before(
+    swarm: MemorySwarm, stored: Source, case: TwoDevices
+) -> None:
+    ranges = ((0, 1), (1, 5), (5, 7))
+    expected = await others(swarm, ranges)
+    moving = await moving_node(swarm, stored, LayerRange(case.start, case.start + 4), device="cpu,cpu")
+    first = [tensor for tensor in stored.manifest.tensors if ".layers.0." in tensor.name]
+    layer_bytes = 4 * sum(tensor.num_elements for tensor in first)
+    moving.memory.free_bytes = int(2 * (case.room + 0.5) * layer_bytes / WEIGHTS_SHARE)
+    reads: list[set[int]] = []
+
+    def check(layers: set[int]) -> None:
+        reads.append(layers)
+        assert moving.node.is_between is not case.fits_beside
+        assert moving.layers_held == case.held
+
+    with stored.watched(check):
+        assert await moving.go_over(1, 5)
+    assert set().union(*reads) == case.read
+    assert not moving.node.is_between
+    assert moving.shard_ranges == [(LayerRange(1, 5), True)]
+    await assert_serves(swarm, moving, expected, ranges)
