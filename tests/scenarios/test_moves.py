@@ -18,7 +18,7 @@ from typing import cast
 import pytest
 import torch
 
-from fusion_node.client.answer_core import Place
+from fusion_node.client.answer_core import Place, RepairKind
 from fusion_node.daemon.config import NodeConfig
 from fusion_node.daemon.life import NodeLife
 from fusion_node.daemon.memory_plan import WEIGHTS_SHARE, place_layers
@@ -34,12 +34,12 @@ from p2p.gate import PeerGate
 from p2p.identity import Identity
 from p2p.memory import MemoryNetwork
 from p2p.memory_discovery import MemoryDiscovery
-from p2p.messages import OpenSession, SessionRefused
+from p2p.messages import Assign, Assigned, OpenSession, SessionRefused
 from p2p.reachability_verdict import Plane
-from p2p.records import NodeRecord, PlanStage, open_record, sign_plan
+from p2p.records import PROTOCOL_VERSION, Assignment, NodeRecord, PlanStage, open_record, sign_assignment, sign_plan
 from p2p.seam import Listener, OnLink
 from tests.engine.tiny import TinyModel, tiny_model
-from tests.scenarios.swarm import CPU, MODEL, MemorySwarm, memory_swarm, until
+from tests.scenarios.swarm import CPU, MODEL, MemorySwarm, Raw, memory_swarm, until
 from tests.scenarios.test_answer_repair import RANGES, Answering
 
 NUM_TOKENS = 10
@@ -307,6 +307,49 @@ async def test_node_that_fails_when_it_has_stopped_serving_serves_what_it_did(
     assert moving.layers == LayerRange(3, 5)
     assert moving.shard_ranges == [(LayerRange(3, 5), True)]
     await assert_serves(swarm, moving, expected)
+
+
+async def test_assigned_node_hands_its_sessions_over_and_serves_other_layers(
+    swarm: MemorySwarm, stored: Source
+) -> None:
+    expected = await others(swarm)
+    scheduler = swarm.stranger()
+    moving = await moving_node(swarm, stored, LayerRange(3, 5), scheduler=scheduler.peer)
+    await scheduler.pool.connect(moving.peer, [moving.address])
+    serving = asyncio.create_task(moving.node.serve(asyncio.Event()))
+    user = await answers(swarm, moving)
+
+    async def move(num_tokens: int) -> None:
+        if num_tokens == 4:
+            assert moving.node.num_sessions == 1
+            scheduler.pool.send(moving.peer, assign(scheduler, moving.peer, LayerRange(5, 7)))
+            await until(lambda: moving.layers == LayerRange(5, 7))
+
+    user.after_token = move
+    assert await user.run() == expected
+    assert user.num_sessions == 1
+    (repair,) = user.repairs
+    assert (repair.kind, repair.stage, repair.peer) == (RepairKind.PATCHED, 1, moving.peer)
+    assert await scheduler.get(Assigned) == Assigned(1)
+    await until(lambda: moving.shard_ranges == [(LayerRange(5, 7), True)])
+    assert not any(is_held_nowhere(record) for record in moving.discovery.said)
+    assert moving.node.num_sessions == 0
+    await assert_serves(swarm, moving, expected)
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+
+
+def assign(scheduler: Raw, node: PeerId, layers: LayerRange) -> Assign:
+    now = time.time()
+    assignment = Assignment(
+        PROTOCOL_VERSION, scheduler.peer, node, 1, MODEL, layers.start, layers.stop, now, now + 60.0
+    )
+    return Assign(1, sign_assignment(assignment, scheduler.identity))
+
+
+def is_held_nowhere(record: NodeRecord) -> bool:
+    """Whether it told of a move for which nothing could be kept."""
+    return not record.shards
 
 
 async def test_old_layers_are_freed_when_others_are_served(swarm: MemorySwarm, stored: Source) -> None:
