@@ -420,10 +420,11 @@ class AnswerCore:
     def _may_go_on_with_the_same(self) -> bool:
         """Nobody else is there, but the nodes answer: two may find to each other again, and one that pauses goes on.
 
-        Who computes nothing has that chance once, as another route may be cut at other layers than this one.
+        Who computes nothing has that chance once, and only where it has computed something before: a replacement that
+        is too slow for the replay would only be waited for longer.
         """
-        was_resumed = self._repair is not None and self._repair.kind is RepairKind.RESUMED
-        good = (Cause.PAIR,) if was_resumed else (Cause.PAIR, Cause.STUCK)
+        is_proven = self._session is not None and self._session.is_proven
+        good = (Cause.PAIR, Cause.STUCK) if is_proven else (Cause.PAIR,)
         return all(fault.cause in good for fault in self._faults.values())
 
     def connected(self, peer: PeerId, *, now: MonotonicS) -> None:

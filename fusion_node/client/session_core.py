@@ -232,6 +232,7 @@ class SessionCore:
             them, else 0.
         replayed_positions: computed again in later epochs, once per stage that did.
         replayed_bytes: of rows that this user sent again, before compression.
+        is_proven: a result has come under this plan.
     """
 
     def __init__(
@@ -289,8 +290,7 @@ class SessionCore:
         self._watch = Watch(round_trips_s, lambda stage: self._backlog_s(self._peers[stage]))
         self._progress = Progress(len(self._peers), self._patience_s, lambda: self._backlog_s(self._peers[0]))
         self._questions = Questions(len(self._peers), self._report_patience_s)
-        self._is_proven = False
-        """A result has come under this plan."""
+        self.is_proven = False
         self._orders = Orders([])
         self._asked: deque[RowsWanted] = deque()
         self._faults: dict[int, Cause] = {}
@@ -645,7 +645,7 @@ class SessionCore:
             self._times.note(entry.num_positions, round_trip_s)
         self._orders.answered(message.sequence)
         if message.epoch == self.plan.epoch:
-            self._is_proven = True
+            self.is_proven = True
             self._times.came_back()
             self._watch.all_applied(self._num_results)
         self._renewed_at = self._last_result_at = now
@@ -851,7 +851,7 @@ class SessionCore:
         return self._patience_s(1) + backlog_s
 
     def _patience_s(self, num_rows: int) -> float:
-        return self._times.patience_s(num_rows, is_proven=self._is_proven)
+        return self._times.patience_s(num_rows, is_proven=self.is_proven)
 
     def _sent_orders(self) -> list[Order]:
         """Those in flight that do not wait for rows of this user's own."""

@@ -377,6 +377,22 @@ def test_stage_that_nobody_can_replace_and_that_computes_nothing_is_resumed_once
     assert user.avoided == [nodes[1].peer]
 
 
+def test_replacement_that_is_too_slow_for_the_replay_is_not_waited_for_twice() -> None:
+    """The one that it replaced is back meanwhile."""
+    world, nodes, spare = world_of_three()
+    user = world.answer(PROMPT, NUM_TOKENS)
+    spare[1].row_s = 1e6
+
+    def strike() -> None:
+        world.kill(nodes[1])
+        world.after(1.0, lambda: world.restart(nodes[1]))
+
+    at_token(user, 4, strike)
+    finish(world, user)
+    assert [repair.kind for repair in user.repairs] == [RepairKind.PREFILLED]
+    assert user.repairs[0].stall_s < STUCK_S + MAX_TIMEOUT_S
+
+
 def test_frozen_stage_that_wakes_after_it_was_replaced_changes_nothing() -> None:
     world, nodes, _ = world_of_three()
     user = world.answer(PROMPT, 60)
