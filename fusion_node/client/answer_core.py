@@ -189,7 +189,7 @@ class RepairKind(enum.StrEnum):
     PATCHED = "patched"
     """Other nodes took the place of stages, and got what those had been sent."""
     RESUMED = "resumed"
-    """The same nodes went on, after a link between them was lost."""
+    """The same nodes went on, after a link between them was lost or one of them had paused."""
     PREFILLED = "prefilled"
     """A new session over a new route computed everything again."""
 
