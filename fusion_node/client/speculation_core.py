@@ -214,6 +214,7 @@ class SpeculationStats:
         num_candidates: tokens for whose place there had been candidates when they were chosen.
         num_first: of them, tokens that had been the first candidate.
         num_drafts: batches that the drafter was asked for.
+        depths: sum over tokens of the depth below them of what was on its way or back, along the best guesses.
         latency_s: of a frame, from sending it until its rows were there; a running mean.
         price_s: of one row, over all stages and the wire; a running mean.
         least: the probability that a node needs now to be sent.
@@ -227,6 +228,7 @@ class SpeculationStats:
     num_candidates: int = 0
     num_first: int = 0
     num_drafts: int = 0
+    depths: int = 0
     latency_s: float = 0.0
     price_s: float = 0.0
     least: float = LEAST_PROBABILITY
@@ -398,6 +400,7 @@ class SpeculationCore:
         self._committed.append((token, root.id))
         self.stats.num_tokens += 1
         self.stats.num_corrections += root.state is NodeState.UNSENT
+        self.stats.depths += self._depth_sent()
         self._commit_times.append(now)
         self._policy.committed(now=now)
         self.is_over = token in self._stop_tokens or position + 1 >= self._stop_position
@@ -477,9 +480,29 @@ class SpeculationCore:
             self._tree.unsend_root()
         elif root.state is not NodeState.RETURNED:
             self._expect_root(num_committed)
+        else:
+            root.id = num_committed
         self._tree.unsend()
         self._go(now)
         return bool(self._in_flight.get(num_committed) is root)
+
+    def row_unfit(self, position: int) -> None:
+        """The row from which the token at this position was to be chosen cannot be used: it is awaited again.
+
+        Raises:
+            LocalProtocolError: this position was not to be chosen.
+        """
+        root = self._tree.root
+        if not self._is_choosing or position != root.position + 1:
+            raise LocalProtocolError(f"the token at position {position} was not to be chosen")
+        self._is_choosing = False
+        root.row = None
+        self._expect_root(root.id)
+
+    @property
+    def is_row_awaited(self) -> bool:
+        """Whether the row of the last committed token has not come back."""
+        return self._tree.root.state is not NodeState.RETURNED
 
     def committed_ids(self, first_position: int) -> tuple[int, ...]:
         """Ids of the committed nodes from a position on, up to the first that was not sent."""
@@ -541,6 +564,15 @@ class SpeculationCore:
             ahead.append(node.row)
         self._events.append(Choose(root.position + 1, root.row, tuple(ahead)))
 
+    def _depth_sent(self) -> int:
+        node, depth = self._tree.root, 0
+        while node.children:
+            node = max(node.children.values(), key=lambda child: child.log_p)
+            if node.state is NodeState.UNSENT:
+                break
+            depth += 1
+        return depth
+
     def _cancel(self, before: TreeNode, root: TreeNode) -> None:
         if all(node.is_live for node in self._in_flight.values()):
             return
@@ -587,7 +619,7 @@ class SpeculationCore:
         """Whether a frame is only waiting for its time."""
         if not self._may_send or self._decision.mode is not Mode.TREE or self._room() < 1:
             return False
-        return self._tree.best_unsent() >= self.stats.least
+        return self._tree.has_unsent(self.stats.least)
 
     def _send(self, now: MonotonicS) -> None:
         root = self._tree.root

@@ -198,6 +198,12 @@ class TokenTree:
         node = self._unsent.peek(self._make)
         return 0.0 if node is None else self.probability(node)
 
+    def has_unsent(self, least: float) -> bool:
+        """Whether ``pop_unsent`` would hand out a node. Asked in logarithms as there: rounding must not tell them
+        apart, or else who waits for the one and gets nothing of the other would ask for ever."""
+        node = self._unsent.peek(self._make)
+        return node is not None and node.log_p >= self._log_least(least)
+
     def put_back_unsent(self, node: TreeNode) -> None:
         """It was handed out, and is not sent after all."""
         node.state = NodeState.UNSENT
@@ -278,7 +284,7 @@ class TokenTree:
         return child
 
     def _pop(self, heap: _Heap, least: float) -> TreeNode | None:
-        log_least = self.root.log_p + math.log(least) if least > 0.0 else -math.inf
+        log_least = self._log_least(least)
         order = heap.least_order()
         if order is None or -order < log_least:
             return None
@@ -287,3 +293,6 @@ class TokenTree:
             return None
         heap.pop()
         return node
+
+    def _log_least(self, least: float) -> float:
+        return self.root.log_p + math.log(least) if least > 0.0 else -math.inf

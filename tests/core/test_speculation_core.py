@@ -511,3 +511,43 @@ def test_many_users_of_one_ring_send_fewer_rows_each_and_get_more_tokens_in_all(
     (alone, rows_alone), (together, rows_together) = rates(1), rates(6)
     assert together > 2 * alone
     assert rows_together < 0.9 * rows_alone
+
+
+def test_a_row_that_cannot_be_used_is_awaited_again() -> None:
+    made = shell()
+    made.now = 0.1
+    made.core.returned(4, [(4, "bad")], now=made.at)
+    assert isinstance(made.core.next_event(), Choose)
+    made.core.row_unfit(4)
+    assert made.core.is_row_awaited
+    with pytest.raises(LocalProtocolError):
+        made.core.row_unfit(4)
+    made.core.returned(4, [(4, "good")], now=made.at)
+    assert not made.core.is_row_awaited
+    made.pump()
+    assert made.commits == [3, 4]
+
+
+def test_nodes_below_a_token_that_is_being_chosen_from_hang_on_its_new_name() -> None:
+    made = shell()
+    made.draft()
+    made.now = 0.02
+    made.core.handle_timer(now=made.at)
+    made.pump()
+    made.now = 0.1
+    made.frame_returns(0, wrong=frozenset((4,)))
+    correction = made.frames[-1]
+    assert correction.first_node > 5
+    made.core.returned(correction.sequence, [(correction.first_node, "row")], now=made.at)
+    assert isinstance(made.core.next_event(), Choose), "its answer is still under way"
+    made.core.pause()
+    made.core.restart(5, next_sequence=20, now=made.at)
+    made.pump()
+    made.draft()
+    made.draft()
+    made.now = 2.0
+    made.core.handle_timer(now=made.at)
+    made.pump()
+    frame = made.frames[-1]
+    assert (frame.sequence, frame.first_node) == (20, 6)
+    assert frame.parents[0] == 5

@@ -156,3 +156,18 @@ def test_any_order_of_calls_hands_out_every_live_node_in_order(seed: int) -> Non
         assert node.log_p <= last
         last, node.state = node.log_p, NodeState.SENT
     assert all(node.state is not NodeState.UNSENT for node in tree.live_nodes())
+
+
+def test_what_is_just_worth_sending_is_handed_out_to_whoever_is_told_that_it_is_there() -> None:
+    for denominator in range(2, 400):
+        tree = TokenTree(0, 0)
+        root = tree.pop_unsent(0.0)
+        assert root is tree.root
+        root.state = NodeState.SENT
+        tree.expand(root, [(1, 0.5)])
+        child = tree.pop_unsent(0.0)
+        assert child is not None
+        child.state = NodeState.SENT
+        tree.expand(child, [(2, 1 / denominator)])
+        least = 0.5 * (1 / denominator)
+        assert tree.has_unsent(least) == (tree.pop_unsent(least) is not None)
