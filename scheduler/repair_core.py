@@ -148,6 +148,7 @@ class Order:
         source: the stage that hands them on; None: the user makes them.
         covers: entries from ``sequence`` on that it stands for; 0 for positions of a reused prefix.
         stop_stage: ``last`` when it ends there; None: the last stage answers the user.
+        is_paced: whoever made it bounds how many are on their way.
     """
 
     source: int | None
@@ -158,6 +159,7 @@ class Order:
     num_positions: int
     want_last: bool
     stop_stage: int | None
+    is_paced: bool = False
 
     @property
     def first(self) -> int:
@@ -369,6 +371,8 @@ class Orders:
         for earlier in self._sent:
             if earlier.source != order.source and _meet(earlier, order):
                 return False
+        if order.is_paced:
+            return True
         limit = self._user_in_flight if order.source is None else ORDERS_IN_FLIGHT
         return sum(sent.source == order.source for sent in self._sent) < limit
 

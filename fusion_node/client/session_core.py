@@ -10,12 +10,17 @@ Assumes: payloads travel beside this core; the shell sends the rows that RowsWan
 events, and keeps the payload of a StepResult until the event for it comes out. Who sees to a Fault calls ``replace``
 with a plan of the next epoch, or closes the session.
 
+A session may go over to a token tree: its entries are those of fusion_node.client.speculation_core then, and after a
+fault all stages make a plain log of what is committed, with an entry per position, which is brought up to date as that
+of any session. What was on its way in the tree is lost by that, but for the row of the last committed position.
+
 States: OPENING (waiting for every stage of an epoch), READY, BROKEN (a stage cannot go on under this plan: nothing is
 sent, and results that still come count), CLOSED.
 Timers: of scheduler.repair_core.Watch and scheduler.progress_core, the opening deadline, and the renewal of leases, in
 seconds of the monotonic clock.
 
-Source: docs/protocol-data-plane.md, "The session log" and "Repair". Ugly: chains only; trees come with speculation.
+Source: docs/protocol-data-plane.md, "The session log" and "Repair". Still ugly: of a tree that was broken off, rows
+that come later are dropped and computed again.
 
 Above 600 lines: opening, steps and faults of a session change the same few things.
 """
@@ -28,7 +33,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from fusion_node.client.sent_tree_core import SentTree
+from fusion_node.client.speculation_core import Frame
 from fusion_node.errors import (
+    LocalProtocolError,
     PeerClosed,
     PeerError,
     PeerRefused,
@@ -44,6 +52,7 @@ from p2p.messages import (
     PEER_LOST,
     SUCCESSOR_UNREACHABLE,
     AnyMessage,
+    Cancel,
     CloseSession,
     OpenSession,
     Replayed,
@@ -143,6 +152,23 @@ class RowsWanted:
 
 
 @dataclass(frozen=True, slots=True)
+class TreeRowsWanted:
+    """The rows of this frame's tokens are to be sent to the first stage: as RowsWanted, and in one order with these."""
+
+    session: bytes
+    epoch: int
+    frame: Frame
+
+    @property
+    def sequence(self) -> int:
+        return self.frame.sequence
+
+    @property
+    def first_position(self) -> int:
+        return self.frame.positions[0]
+
+
+@dataclass(frozen=True, slots=True)
 class StepDone:
     """Positions were computed by every stage.
 
@@ -159,6 +185,46 @@ class StepDone:
     round_trip_s: float | None
     timings: tuple[StageTiming, ...]
     num_under_way: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TreeStepDone:
+    """Rows of a tree came back: in the payload of the message that was received last.
+
+    Attributes:
+        num_computed: positions that every stage has computed and committed.
+        rows: nodes and where in the payload their rows are.
+        round_trip_s: None of what a plan before the present one asked for.
+        num_sent: rows of the frame.
+        num_under_way: entries that were under way when it came, itself not counted.
+    """
+
+    sequence: int
+    num_computed: int
+    rows: tuple[tuple[int, int], ...]
+    round_trip_s: float | None
+    timings: tuple[StageTiming, ...]
+    num_sent: int = 0
+    num_under_way: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """What a session with a tree goes on with under another plan.
+
+    Attributes:
+        first_position: of ``nodes``; see SessionCore.fold_from.
+        nodes: committed ones that were sent, by position; the last of all.
+        is_awaited: the row of the last one has not come.
+    """
+
+    first_position: int
+    nodes: tuple[int, ...]
+    is_awaited: bool
+
+    @property
+    def num_positions(self) -> int:
+        return self.first_position + len(self.nodes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +250,9 @@ class CannotResume:
     stage: int
 
 
-SessionEvent: TypeAlias = "Opened | RowsWanted | StepDone | Fault | Recovered | CannotResume"
+SessionEvent: TypeAlias = (
+    "Opened | RowsWanted | TreeRowsWanted | StepDone | TreeStepDone | Fault | Recovered | CannotResume"
+)
 SessionMessage = (
     SessionOpened
     | SessionRefused
@@ -261,6 +329,17 @@ class SessionCore:
         self._open_lease = open_lease
         self._known_positions = known_positions
         self._log: list[LogEntry] = []
+        """Up to where the tree begins, if there is one."""
+        self._tree: SentTree | None = None
+        self._fold: Fold | None = None
+        """What the session is going on with, or has gone on with."""
+        self._is_renamed = False
+        """All stages have folded: nodes have the names that they have now."""
+        self._named_at = 0
+        """The epoch since which they have those that they had before."""
+        self._awaited_as: dict[int, int] = {}
+        """What the node was called, by the first epoch of each name, whose row was awaited before a fold and still
+        is."""
         self._num_sent = 0
         """Entries that were ever sent."""
         self._num_results = 0
@@ -292,7 +371,7 @@ class SessionCore:
         self._questions = Questions(len(self._peers), self._report_patience_s)
         self.is_proven = False
         self._orders = Orders([])
-        self._asked: deque[RowsWanted] = deque()
+        self._asked: deque[RowsWanted | TreeRowsWanted] = deque()
         self._faults: dict[int, Cause] = {}
         self._accusations: dict[tuple[int, int], PeerError] = {}
         self._doubtful: set[tuple[int, int]] = set()
@@ -303,12 +382,36 @@ class SessionCore:
     @property
     def num_computed(self) -> int:
         """Positions that every stage has computed, reused ones included."""
+        if self._tree is not None and self._num_results > len(self._log):
+            return self._tree.num_answered_positions
         return self._log[self._num_results - 1].stop if self._num_results else self.reused_positions
 
     @property
     def num_positions(self) -> int:
-        """Where the next entry begins."""
+        """Where the next entry begins; with a tree, how many are committed by the log."""
+        if self._tree is not None:
+            return self._tree.num_positions
         return self._log[-1].stop if self._log else self.reused_positions
+
+    @property
+    def next_sequence(self) -> int:
+        """Of the next entry."""
+        return len(self._log) if self._tree is None else self._tree.next_sequence
+
+    @property
+    def must_fold(self) -> bool:
+        """Whether ``replace`` needs a Fold: there is a tree, or was one."""
+        return self._tree is not None or self._fold is not None
+
+    @property
+    def fold_from(self) -> int:
+        """From which position on a Fold has to name the committed nodes.
+
+        Whoever has anything of the tree has applied an entry behind the plain part of the log, and what was answered.
+        One position more, so that stages can compare what they have committed last.
+        """
+        stop = 0 if self._tree is None else self._tree.num_answered_positions
+        return max(0, max(stop, self._log[-1].stop if self._log else 0) - 1)
 
     @property
     def waiting_since(self) -> MonotonicS | None:
@@ -320,8 +423,22 @@ class SessionCore:
         """Asks every stage to reserve."""
         self._open(now, resumes=False)
 
-    def replace(self, plan: Plan, signed_plan: bytes, *, round_trips_s: Sequence[float], now: MonotonicS) -> None:
-        """Goes on under a plan of a higher epoch, whose stages keep what they have, where they are the same."""
+    def replace(
+        self,
+        plan: Plan,
+        signed_plan: bytes,
+        *,
+        round_trips_s: Sequence[float],
+        now: MonotonicS,
+        fold: Fold | None = None,
+    ) -> None:
+        """Goes on under a plan of a higher epoch, whose stages keep what they have, where they are the same.
+
+        Args:
+            fold: if it ``must_fold``. From Opened on, the log is one with an entry per position.
+        """
+        if fold is not None:
+            self._begin_fold(fold, now)
         staying = {stage.peer for stage in plan.stages} - self._anew
         self._anew.clear()
         close = CloseSession(session=self.plan.session, epoch=self.plan.epoch)
@@ -330,12 +447,52 @@ class SessionCore:
         self._begin(plan, signed_plan, round_trips_s)
         self._open(now, resumes=True)
 
+    def _begin_fold(self, fold: Fold, now: MonotonicS) -> None:
+        """The log is what every stage will have when it has folded; what is missing then is replayed."""
+        since, num = self.waiting_since, fold.num_positions
+        if num != len(self._log) or self._num_results == num:
+            self._awaited_as.clear()  # another row
+        if fold.is_awaited:
+            self._awaited_as[self._named_at] = fold.nodes[-1]
+        else:
+            self._awaited_as.clear()
+        self._tree, self._fold, self._is_renamed = None, fold, False
+        self._log = [LogEntry(p, p, 1, fold.is_awaited and p == num - 1) for p in range(num)]
+        self._num_sent, self._num_results = num, num - fold.is_awaited
+        self._sent_at = {num - 1: (now if since is None else since, -1)} if fold.is_awaited else {}
+
+    def append_tree(self, frame: Frame, *, now: MonotonicS) -> None:
+        """One more entry, of a tree. Without effect while the session is not open: it is grown anew after a repair.
+
+        Raises:
+            LocalProtocolError: it does not follow those before it.
+        """
+        if self.state is not SessionState.READY:
+            return
+        if self._tree is None:
+            self._tree = SentTree(self.num_positions, len(self._log))
+        self._tree.add(frame)
+        last, num_rows = len(self._peers) - 1, len(frame.tokens)
+        order = Order(None, last, frame.sequence, 1, frame.positions[0], num_rows, False, None, is_paced=True)
+        self._orders.add(order)
+        self._send_orders(now)
+
+    def cancel(self, root: int) -> None:
+        """Nodes that neither lead to this committed one nor descend from it need not be computed any more."""
+        if self.state is not SessionState.READY or self._tree is None:
+            return
+        self._tree.keep(root)
+        message = Cancel(self.plan.session, self.plan.epoch, root)
+        self._outbox.extend((peer, message) for peer in self._peers)
+
     def append(self, num_positions: int, *, want_last: bool, now: MonotonicS) -> None:
         """One more entry of the log. Its rows are asked for when the stages can take them.
 
         Args:
             want_last: whether the hidden row of the last position comes back; else the answer has no rows.
         """
+        if self.must_fold:
+            raise LocalProtocolError("a session with a tree goes on with its tree")
         entry = LogEntry(len(self._log), self.num_positions, num_positions, want_last)
         self._log.append(entry)
         if entry.first_position < self._known_positions:
@@ -345,11 +502,18 @@ class SessionCore:
             self._orders.add(Order(None, last, entry.sequence, 1, entry.first_position, num_positions, want_last, None))
             self._send_orders(now)
 
-    def rows_ready(self, wanted: RowsWanted, tensor: TensorMeta, *, now: MonotonicS) -> tuple[PeerId, Step] | None:
+    def rows_ready(
+        self, wanted: RowsWanted | TreeRowsWanted, tensor: TensorMeta, *, now: MonotonicS
+    ) -> tuple[PeerId, Step] | None:
         """Where to send the rows, and the header before them; None when they are not wanted any more."""
         if self.state is not SessionState.READY or not self._asked or self._asked[0] != wanted:
             return None
         self._asked.popleft()
+        if isinstance(wanted, TreeRowsWanted):
+            self._sent_at[wanted.sequence] = (now, self.plan.epoch)
+            self._num_sent = max(self._num_sent, wanted.sequence + 1)
+            self._expect(now)
+            return self._peers[0], self._tree_step(wanted.frame, tensor)
         last = wanted.first_position + wanted.num_positions
         step = Step(
             session=self.plan.session,
@@ -373,12 +537,45 @@ class SessionCore:
         self._expect(now)
         return self._peers[0], step
 
+    def _tree_step(self, frame: Frame, tensor: TensorMeta) -> Step:
+        is_chain = frame.parents[1:] == tuple(range(frame.first_node, frame.first_node + len(frame.parents) - 1))
+        return Step(
+            session=self.plan.session,
+            epoch=self.plan.epoch,
+            sequence=frame.sequence,
+            first_node=frame.first_node,
+            parent=frame.parents[0],
+            parents=() if is_chain else frame.parents,
+            advance=frame.advance,
+            want=frame.want,
+            tensor=tensor,
+            timings=(),
+        )
+
     def result_unfit(self, error: PeerError, *, now: MonotonicS) -> None:
         """The row that came last cannot be used: its entry is awaited again, from another last stage."""
         if self.state is not SessionState.CLOSED and self._num_results:
             self._num_results -= 1
             self._fault(len(self._peers) - 1, Cause.GARBAGE, error)
             self._follow_watch(now)
+
+    def tree_row_unfit(self, error: PeerError, *, now: MonotonicS) -> None:
+        """A row of the tree cannot be used: the next Fold will say that it is awaited."""
+        if self.state is not SessionState.CLOSED:
+            self._fault(len(self._peers) - 1, Cause.GARBAGE, error)
+            self._follow_watch(now)
+
+    def tree_row_unfit_of_other(self) -> bool:
+        """The same, where who sent it is the last stage no more.
+
+        Returns:
+            Whether another plan is needed for it, of the same stages: a stage computes an entry only once.
+        """
+        self._anew.add(self._peers[-1])
+        if self.state is SessionState.BROKEN:
+            return False
+        self._break()
+        return True
 
     def result_unfit_of_other(self, *, now: MonotonicS) -> bool:
         """The row that came last cannot be used, and who sent it is the last stage no more: it is awaited again.
@@ -505,6 +702,7 @@ class SessionCore:
     def _open(self, now: MonotonicS, *, resumes: bool) -> None:
         self._open_deadline = MonotonicS(now + OPEN_DEADLINE_S)
         prefix = Prefix(b"", 0) if resumes else self._prefix
+        fold = self._fold if resumes else None
         for index, peer in enumerate(self._peers):
             message = OpenSession(
                 session=self.plan.session,
@@ -514,6 +712,9 @@ class SessionCore:
                 prefix=prefix.session,
                 prefix_positions=prefix.num_positions,
                 resumes=resumes,
+                folds=fold is not None,
+                path_start=0 if fold is None else fold.first_position,
+                path=() if fold is None else fold.nodes,
             )
             self._outbox.append((peer, message))
         self._expect(now)
@@ -552,7 +753,7 @@ class SessionCore:
                 return None
         else:
             # What a stage had to offer, and the others had not, does not count.
-            positions = message.num_positions if message.num_positions <= self.reused_positions else 0
+            positions = message.num_positions if message.num_positions <= self._prefix_positions else 0
         return StageHas(message.next_sequence, positions, min(message.retained_positions, positions))
 
     def _all_opened(self, stages: list[StageHas], now: MonotonicS) -> None:
@@ -564,7 +765,7 @@ class SessionCore:
                 self._log,
                 stages,
                 num_results=self._num_results,
-                prefix_positions=self.reused_positions,
+                prefix_positions=self._prefix_positions,
                 chunk_rows=rows_per_order(row_bytes(self._wire_dtype, self._row_size) or 1),
             )
         else:
@@ -572,6 +773,8 @@ class SessionCore:
             # Stages that begin at different positions cannot pass rows on; those that offer some begin at 0 as well.
             self.reused_positions = min(self._offers) if len(self._offers) == 1 else 0
             orders = []
+        if self._fold is not None:
+            self._is_renamed, self._named_at = True, self.plan.epoch
         if isinstance(orders, NotRetained):
             self.state = SessionState.BROKEN
             self._events.append(CannotResume(orders.stage))
@@ -583,11 +786,20 @@ class SessionCore:
         self._events.append(Opened(self.reused_positions, self.plan.epoch))
         self._send_orders(now)
 
+    @property
+    def _prefix_positions(self) -> int:
+        """Those that belong to no entry of the log."""
+        return self.reused_positions if self._fold is None else 0
+
     # steps
 
     def _send_orders(self, now: MonotonicS) -> None:
         for order in self._orders.next_ready():
-            if order.source is None:
+            if self._tree is not None and order.sequence >= len(self._log):
+                of_tree = TreeRowsWanted(self.plan.session, self.plan.epoch, self._tree.frame(order.sequence))
+                self._asked.append(of_tree)
+                self._events.append(of_tree)
+            elif order.source is None:
                 wanted = RowsWanted(
                     session=self.plan.session,
                     epoch=self.plan.epoch,
@@ -621,6 +833,9 @@ class SessionCore:
         if stage != len(self._peers) - 1:
             self._fault_garbage(stage, "sent a StepResult, which is not its to send")
             return
+        if message.epoch < self.plan.epoch and self._fold is not None:
+            self._receive_late(message, stage, now)
+            return
         is_due = message.sequence == self._num_results < self._num_sent
         if message.epoch < self.plan.epoch:
             has = self._has[stage]
@@ -628,6 +843,9 @@ class SessionCore:
                 return  # it is being computed again, or was
         elif not is_due:
             self._fault_answer(stage, "answered a step that is not due")
+            return
+        if message.sequence >= len(self._log):
+            self._receive_tree_result(message, stage, now)
             return
         entry = self._log[message.sequence]
         want = (entry.stop,) if entry.want_last else ()
@@ -658,6 +876,58 @@ class SessionCore:
             len(self._orders.in_flight),
         )
         self._events.append(done)
+        self._moved(now)
+
+    def _receive_tree_result(self, message: StepResult, stage: int, now: MonotonicS) -> None:
+        """Of the present epoch, and due."""
+        tree = self._tree
+        if tree is None or not tree.is_answer(message.sequence, message.nodes):
+            self._fault_answer(stage, "returned other rows than it was asked for")
+            return
+        if message.tensor.uncompressed != TensorMeta(self._wire_dtype, len(message.nodes), self._row_size):
+            self._fault_garbage(stage, "returned rows of another form than it was asked for")
+            return
+        num_rows = len(tree.frame(message.sequence).tokens)
+        tree.answered()
+        self._num_results += 1
+        sent_at, _ = self._sent_at.pop(message.sequence)
+        self._times.note(num_rows, now - sent_at)
+        self._orders.answered(message.sequence)
+        self._is_proven = True
+        self._watch.all_applied(self._num_results)
+        self._renewed_at = self._last_result_at = now
+        rows = tuple((node, index) for index, node in enumerate(message.nodes))
+        self._events.append(
+            TreeStepDone(
+                message.sequence,
+                self.num_computed,
+                rows,
+                now - sent_at,
+                message.timings,
+                num_rows,
+                len(self._orders.in_flight),
+            )
+        )
+        self._moved(now)
+
+    def _receive_late(self, message: StepResult, stage: int, now: MonotonicS) -> None:
+        """Of a plan before the last fold: it counts if it has the row of the last committed position, and nobody was
+        told to compute that again."""
+        since = max((epoch for epoch in self._awaited_as if epoch <= message.epoch), default=None)
+        node = None if since is None else self._awaited_as[since]
+        has, num = self._has[stage], len(self._log)
+        if node not in message.nodes or self._num_results == num or (has is not None and has.next_sequence < num):
+            return
+        if message.tensor.uncompressed != TensorMeta(self._wire_dtype, len(message.nodes), self._row_size):
+            self._fault_garbage(stage, "returned rows of another form than it was asked for")
+            return
+        self._awaited_as.clear()
+        self._num_results = num
+        self._sent_at.pop(num - 1, None)
+        self._renewed_at = self._last_result_at = now
+        name = num if self._is_renamed or self._fold is None else self._fold.nodes[-1]
+        rows = ((name, message.nodes.index(node)),)
+        self._events.append(TreeStepDone(num - 1, self.num_computed, rows, None, message.timings))
         self._moved(now)
 
     def _receive_replayed(self, message: Replayed, stage: int, now: MonotonicS) -> None:
