@@ -7,6 +7,8 @@ this one before it comes from or names the same peer twice, with different partn
 
 Assumes: a shell that does what the events say, in their order, before it sends ``messages_to_send``, and answers each
 Wants… once. Positions are numbered from 0; the rows of any position can be made again from its token at any time.
+With speculation, the shell takes its events whenever it has called either core, before anything else, and hands frames,
+cancels and results on at once.
 
 States: there is a session or not; a route may be asked for (``_asked``) or be connected to (``_next``) beside it. A
 session that is BROKEN waits for one of these. Over: closed, or failed with an error, told once.
@@ -34,13 +36,17 @@ from fusion_node.client.session_core import (
     BacklogS,
     CannotResume,
     Fault,
+    Fold,
     OpenLease,
     Prefix,
     RowsWanted,
     SessionCore,
     SessionState,
     StepDone,
+    TreeRowsWanted,
+    TreeStepDone,
 )
+from fusion_node.client.speculation_core import Frame, SpeculationCore
 from fusion_node.errors import FusionError, NoPeers, NoRoute, PeerError, PeerRefused, RemoteProtocolError
 from fusion_node.types import LayerRange, MonotonicS, PeerId
 from p2p.identity import short
@@ -80,6 +86,8 @@ __all__ = [
     "SessionBegan",
     "SessionEnded",
     "StepDone",
+    "TreeRowsWanted",
+    "TreeStepDone",
     "WantsAlternates",
     "WantsConnection",
     "WantsRoute",
@@ -238,7 +246,9 @@ AnswerEvent: TypeAlias = (
     | SessionEnded
     | Opened
     | RowsWanted
+    | TreeRowsWanted
     | StepDone
+    | TreeStepDone
     | Repaired
     | PeerFailed
     | Failed
@@ -282,6 +292,8 @@ class AnswerCore:
         open_lease: checks signed leases; None: they are not looked at.
         backlog_s: see BacklogS; a stage is not silent while our question waits behind our own rows.
         patience_s: how long a route is looked for before there being none is an error.
+        speculation: grows the answer as a token tree: it is told here when it may send and when not, and what the
+            stages have; ``append`` is not used then.
 
     Attributes:
         places: of the present route.
@@ -301,6 +313,7 @@ class AnswerCore:
         open_lease: OpenLease | None = None,
         backlog_s: BacklogS = lambda peer: 0.0,
         patience_s: float = ROUTE_PATIENCE_S,
+        speculation: SpeculationCore | None = None,
     ) -> None:
         self.places: tuple[Place, ...] = ()
         self._num_prompt = self._num_positions = num_prompt
@@ -311,6 +324,7 @@ class AnswerCore:
         self._open_lease = open_lease
         self._backlog_s = backlog_s
         self._patience_s = patience_s
+        self._speculation = speculation
         self._policy = RepairPolicy()
         self._session: SessionCore | None = None
         self._has_log = False
@@ -345,6 +359,8 @@ class AnswerCore:
         self._is_over = False
         self._outbox: list[tuple[PeerId, AnyMessage]] = []
         self._events: deque[AnswerEvent] = deque()
+        self._held_at: MonotonicS | None = None
+        """When rows came out for the speculation. What the session says besides waits until they were taken."""
 
     @property
     def session(self) -> bytes:
@@ -485,13 +501,15 @@ class AnswerCore:
 
     # rows and results
 
-    def rows_ready(self, wanted: RowsWanted, tensor: TensorMeta, *, now: MonotonicS) -> tuple[PeerId, Step] | None:
+    def rows_ready(
+        self, wanted: RowsWanted | TreeRowsWanted, tensor: TensorMeta, *, now: MonotonicS
+    ) -> tuple[PeerId, Step] | None:
         """Where to send the rows, and the header before them; None when they are not wanted any more."""
         session = self._session
         if session is None or wanted.session != session.plan.session:
             return None
         sent = session.rows_ready(wanted, tensor, now=now)
-        if sent is not None:
+        if sent is not None and isinstance(wanted, RowsWanted):
             self._num_sent = max(self._num_sent, wanted.first_position + wanted.num_positions)
         self._follow(now)
         return sent
@@ -503,6 +521,43 @@ class AnswerCore:
         if self._session is not None and self._has_log:
             self._session.append(num_positions, want_last=True, now=now)
             self._follow(now)
+
+    def append_tree(self, frame: Frame, *, now: MonotonicS) -> None:
+        """A frame of the speculation."""
+        self._appended_at = now
+        if self._session is not None and self._has_log:
+            self._session.append_tree(frame, now=now)
+            self._follow(now)
+
+    def cancel(self, root: int, *, now: MonotonicS) -> None:
+        """Nodes that neither lead to this committed one nor descend from it need not be computed any more."""
+        if self._session is not None and self._has_log:
+            self._session.cancel(root)
+            self._follow(now)
+
+    def tree_row_unfit(self, position: int, sender: PeerId, reason: str, *, now: MonotonicS) -> None:
+        """The row cannot be used from which the token at this position was to be chosen; there will be another.
+
+        Args:
+            sender: the last stage when it came.
+        """
+        session, speculation = self._session, self._speculation
+        if self._is_over or speculation is None:
+            return
+        speculation.row_unfit(position)
+        error = RemoteProtocolError(sender, f"node {short(sender)} returned a bad row: {reason}")
+        is_present = session is not None and self._has_log and self.places[-1].peer == sender
+        if session is not None and is_present and session.must_fold:
+            session.tree_row_unfit(error, now=now)
+        elif session is not None and is_present:
+            session.result_unfit(error, now=now)
+        else:
+            self._avoid(error, now)
+            if session is not None and self._has_log:
+                must_fold = session.must_fold
+                if session.tree_row_unfit_of_other() if must_fold else session.result_unfit_of_other(now=now):
+                    self._choose(_Next(RouteKind.PATCH, self.places), now)
+        self._follow(now)
 
     def result_unfit(self, reason: str, *, now: MonotonicS) -> None:
         """The row that came out last cannot be used (it is not finite, or does not decode): its sender's fault."""
@@ -566,6 +621,9 @@ class AnswerCore:
 
     def next_event(self) -> AnswerEvent | None:
         """Drained one by one, in order."""
+        if not self._events and self._held_at is not None:
+            now, self._held_at = self._held_at, None
+            self._follow(now)
         return self._events.popleft() if self._events else None
 
     # routes
@@ -630,6 +688,7 @@ class AnswerCore:
     def _begin_session(self, chosen: _Next, now: MonotonicS) -> None:
         if self._session is not None:
             self._end_session(retain=False)
+        self._pause()
         key = self._new_session()
         plan, signed = self._make_plan(key, 0, tuple(place.stage for place in chosen.places))
         self.places = chosen.places
@@ -686,19 +745,44 @@ class AnswerCore:
         plan, signed = self._make_plan(
             session.plan.session, session.plan.epoch + 1, tuple(place.stage for place in places)
         )
-        session.replace(plan, signed, round_trips_s=[place.round_trip_s for place in places], now=now)
+        self._pause()
+        round_trips_s = [place.round_trip_s for place in places]
+        session.replace(plan, signed, round_trips_s=round_trips_s, now=now, fold=self._fold(session))
+
+    def _fold(self, session: SessionCore) -> Fold | None:
+        if self._speculation is None or not session.must_fold:
+            return None
+        nodes = self._speculation.committed_ids(session.fold_from)
+        is_root = session.fold_from + len(nodes) == self._speculation.num_positions
+        return Fold(session.fold_from, nodes, is_root and self._speculation.is_row_awaited)
+
+    def _hold(self, now: MonotonicS) -> None:
+        """A fault that comes with rows is not to find a speculation that does not know of them."""
+        self._held_at = None if self._speculation is None else now
+
+    def _pause(self) -> None:
+        """Nothing can be sent until a session is open again."""
+        if self._speculation is not None:
+            self._speculation.pause()
 
     def _follow(self, now: MonotonicS) -> None:
         """What the session has to say."""
-        while (session := self._session) is not None and (event := session.next_event()) is not None:
+        while (session := self._session) is not None and self._held_at is None:
+            event = session.next_event()
+            if event is None:
+                break
             self._outbox += session.messages_to_send()
             match event:
                 case session_core.Opened():
                     self._opened(session, event, now)
-                case RowsWanted():
+                case RowsWanted() | TreeRowsWanted():
                     self._events.append(event)
                 case StepDone():
                     self._done(event, now)
+                    self._hold(now)
+                case TreeStepDone():
+                    self._tree_done(event, now)
+                    self._hold(now)
                 case Fault():
                     self._found_fault(event, now)
                 case Recovered(stage):
@@ -715,16 +799,21 @@ class AnswerCore:
         self._want_alternates(now)
         if not self._has_log:
             self._has_log = True
+            speculation, is_awaited = self._speculation, True
+            if speculation is not None:
+                self._num_positions, is_awaited = speculation.num_positions, speculation.is_row_awaited
             size = -(-(self._num_positions - event.reused_positions) // (CHUNKS_PER_STAGE * len(self.places)))
             size = min(max(size, MIN_CHUNK_TOKENS), MAX_CHUNK_TOKENS)
             for start in range(event.reused_positions, self._num_positions, size):
                 stop = min(start + size, self._num_positions)
-                session.append(stop - start, want_last=stop == self._num_positions, now=now)
+                session.append(stop - start, want_last=is_awaited and stop == self._num_positions, now=now)
+        if self._speculation is not None:
+            self._speculation.restart(session.num_positions, next_sequence=session.next_sequence, now=now)
         if self._faults:
             self._look(now)
 
     def _done(self, done: StepDone, now: MonotonicS) -> None:
-        if done.num_computed <= self._num_out:
+        if done.num_computed <= self._num_out and self._speculation is None:
             done = dataclasses.replace(done, has_row=False)  # it is out already
         elif done.has_row:
             self._num_out, self._row_of = done.num_computed, self.places[-1]
@@ -733,6 +822,14 @@ class AnswerCore:
                 self._policy.progressed()
                 self._accused_at.clear()
             if self._repair is not None and done.num_computed >= self._num_done:
+                self._tell_repaired(now)
+        self._num_done = max(self._num_done, done.num_computed)
+        self._events.append(done)
+
+    def _tree_done(self, done: TreeStepDone, now: MonotonicS) -> None:
+        if self._session is not None and self._session.state is SessionState.READY:
+            self._policy.progressed()
+            if self._repair is not None:
                 self._tell_repaired(now)
         self._num_done = max(self._num_done, done.num_computed)
         self._events.append(done)
@@ -757,6 +854,7 @@ class AnswerCore:
         if self.is_open:
             self._look(now)
             return
+        self._pause()
         if fault.cause in (Cause.SILENT, Cause.STUCK) and not self._has_log:
             self._avoid(fault.error, now)
         self._note_repair(fault, now)
@@ -766,6 +864,7 @@ class AnswerCore:
         peer = self.places[stage].peer
         error = PeerRefused(peer, f"node {short(peer)} has not kept what it handed on")
         self._last_error = self._last_error or error
+        self._pause()
         self._policy.has_dropped(peer, now=now)
         self._note_repair(Fault(stage, Cause.REFUSED, error), now)
         self._try_again(now, with_whole=str(error))

@@ -284,7 +284,7 @@ class World:
         self._lost(node.peer, [*self.nodes, USER])
 
     def restart(self, node: Node) -> None:
-        fresh = Node(node.peer, node.layers, self, node.row_s, node.retained_bytes)
+        fresh = type(node)(node.peer, node.layers, self, node.row_s, node.retained_bytes)
         self.nodes[node.peer] = fresh
 
     def freeze(self, node: Node) -> None:
@@ -368,6 +368,10 @@ class User:
         return self.ids[self.num_prompt :]
 
     @property
+    def num_reserved(self) -> int:
+        return self.num_prompt + self.num_tokens
+
+    @property
     def repairs(self) -> list[Repaired]:
         return [event for event in self.events if isinstance(event, Repaired)]
 
@@ -391,7 +395,7 @@ class User:
             epoch=epoch,
             model_id=MODEL,
             numerics="fp32",
-            max_positions=self.num_prompt + self.num_tokens,
+            max_positions=self.num_reserved,
             issued_at=0.0,
             expires_at=1.0,
             stages=stages,

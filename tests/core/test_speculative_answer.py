@@ -1,0 +1,148 @@
+"""Speculation through the production cores of both sides: the text is that of plain decode, whatever fails."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scheduler.speculation import Mode
+from tests.core.answer_world import NUM_LAYERS, undisturbed
+from tests.core.speculation_world import Guesser, SpeculativeWorld
+
+PROMPT = (5, 6, 7, 8)
+FAULTS = ("kill", "freeze", "cut", "spoil")
+
+
+def world_of(seed: int, num_stages: int, copies: int = 1) -> SpeculativeWorld:
+    world = SpeculativeWorld(seed)
+    cuts = [NUM_LAYERS * index // num_stages for index in range(num_stages + 1)]
+    for _ in range(copies):
+        for start, stop in itertools.pairwise(cuts):
+            world.node(start, stop)
+    return world
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 5])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_a_speculated_answer_equals_plain_decode(num_stages: int, share: float) -> None:
+    world = world_of(num_stages, num_stages)
+    text = undisturbed(PROMPT, 40)
+    user = world.speculate(PROMPT, 40, Guesser((*PROMPT, *text), share, random.Random(1)))
+    world.run(stop=lambda: user.is_done)
+    assert user.error is None
+    assert user.tokens == text
+    assert not user.repairs
+
+
+class Knows:
+    """Always right, and nearly sure of it."""
+
+    def __init__(self, text: tuple[int, ...]) -> None:
+        self._text = text
+
+    def propose(
+        self, position: int, paths: Sequence[tuple[int, ...]], width: int
+    ) -> list[list[tuple[int, float, str]]]:
+        places = (position + len(path) for path in paths)
+        return [[(self._text[at], 0.95, "x")] if at < len(self._text) else [] for at in places]
+
+
+def test_a_right_drafter_is_several_times_as_fast() -> None:
+    def seconds(modes: tuple[Mode, ...]) -> float:
+        world = world_of(3, 3)
+        for node in world.nodes.values():
+            node.row_s = 0.0002
+        text = undisturbed(PROMPT, 80)
+        user = world.speculate(PROMPT, 80, Knows((*PROMPT, *text)), modes=modes)
+        began = world.now
+        world.run(stop=lambda: user.is_done)
+        assert user.tokens == text
+        return world.now - began
+
+    assert seconds((Mode.TREE,)) < seconds((Mode.PLAIN,)) / 3
+
+
+def run_with_faults(
+    seed: int,
+    num_stages: int,
+    share: float,
+    faults: list[tuple[int, int, str]],
+    *,
+    modes: tuple[Mode, ...] = (Mode.TREE,),
+    num_tokens: int = 40,
+    spare: int = 400,
+    lost: float = 0.0,
+    doubled: float = 0.0,
+    retained_bytes: int = 1 << 30,
+) -> None:
+    world = world_of(seed, num_stages, copies=4)
+    world.lost_cancels, world.doubled_cancels = lost, doubled
+    for node in world.nodes.values():
+        node.retained_bytes = node.serving.outputs.max_bytes = retained_bytes
+    text = undisturbed(PROMPT, num_tokens)
+    drafter = Guesser((*PROMPT, *text), share, random.Random(seed))
+    user = world.speculate(PROMPT, num_tokens, drafter, modes=modes, spare=spare)
+    pending = sorted(faults)
+
+    def strike(stage: int, kind: str) -> None:
+        if not user.core.places:
+            return
+        stage %= len(user.core.places)
+        node, after_s = world.nodes[user.core.places[stage].peer], world.rng.uniform(0.0, 0.05)
+        if kind == "kill":
+            world.after(after_s, lambda: world.kill(node) if node.is_up else None)
+        elif kind == "freeze":
+            world.after(after_s, lambda: world.freeze(node))
+        elif kind == "spoil":
+            node.spoils = True
+        elif stage:
+            other = user.core.places[stage - 1].peer
+            world.after(after_s, lambda: world.cut(other, node.peer, for_good=world.rng.random() < 0.5))
+
+    def on_token(count: int) -> None:
+        while pending and pending[0][0] <= count:
+            _, stage, kind = pending.pop(0)
+            strike(stage, kind)
+
+    user.on_token = on_token
+    world.run(stop=lambda: user.is_done)
+    assert user.error is None, user.error
+    assert user.is_done
+    assert user.tokens == text
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    num_stages=st.sampled_from((1, 2, 3, 5)),
+    share=st.sampled_from((0.0, 0.5, 0.9, 1.0)),
+    faults=st.lists(
+        st.tuples(st.integers(0, 35), st.integers(0, 4), st.sampled_from(("kill", "freeze", "cut", "spoil"))),
+        max_size=3,
+    ),
+    modes=st.sampled_from(((Mode.TREE,), (Mode.CHAIN,), (Mode.PLAIN,), tuple(Mode))),
+    spare=st.sampled_from((0, 3, 400)),
+    lost=st.sampled_from((0.0, 0.5, 1.0)),
+    doubled=st.sampled_from((0.0, 0.5)),
+    retained_bytes=st.sampled_from((0, 1 << 30)),
+)
+@settings(max_examples=150, deadline=None)
+def test_any_fault_leaves_the_text_as_it_is(
+    seed: int,
+    num_stages: int,
+    share: float,
+    faults: list[tuple[int, int, str]],
+    modes: tuple[Mode, ...],
+    spare: int,
+    lost: float,
+    doubled: float,
+    retained_bytes: int,
+) -> None:
+    run_with_faults(
+        seed, num_stages, share, faults, modes=modes, spare=spare, lost=lost, doubled=doubled,
+        retained_bytes=retained_bytes,
+    )  # fmt: skip
