@@ -84,6 +84,22 @@ ObjectiveName = Annotated[
         help="What a route is chosen for: seconds per token, many sessions at a time, or the first token.",
     ),
 ]
+Speculate = Annotated[
+    str,
+    typer.Option(
+        "--speculate",
+        metavar="auto|tree|chain|off",
+        help="Guess the next tokens while the nodes compute: the same answer, sooner. auto: where it pays.",
+    ),
+]
+DraftModelName = Annotated[
+    str | None,
+    typer.Option(
+        "--draft-model",
+        metavar="MODEL",
+        help="A small model in the store with the same tokenizer, that guesses on this machine.",
+    ),
+]
 Allow = Annotated[
     list[str] | None,
     typer.Option(

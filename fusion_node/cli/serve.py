@@ -17,6 +17,7 @@ from fusion_node.cli.options import (
     Allow,
     Deny,
     DistinctOperators,
+    DraftModelName,
     Home,
     MaxPrice,
     MaxStages,
@@ -27,6 +28,7 @@ from fusion_node.cli.options import (
     Peers,
     PuzzleBits,
     SharedPrefixCache,
+    Speculate,
     SwarmKeyFile,
     Threads,
     UserIdentity,
@@ -56,6 +58,8 @@ def serve(
     numerics: Numerics = "fp32",
     wire: Wire = None,
     objective: ObjectiveName = "latency",
+    speculate: Speculate = "auto",
+    draft_model: DraftModelName = None,
     allow: Allow = None,
     deny: Deny = None,
     distinct_operators: DistinctOperators = False,
@@ -95,6 +99,8 @@ def serve(
         swarm_key=swarm_key,
         identity=read_identity(identity),
         objective=objective,
+        speculation=speculate,
+        draft_model=draft_model,
         rules=rules,
     )
     asyncio.run(_until_told_to_stop(_serve(connect, model, host, port)))

@@ -16,6 +16,7 @@ from fusion_node.cli.options import (
     AsJson,
     Deny,
     DistinctOperators,
+    DraftModelName,
     Home,
     MaxPrice,
     MaxStages,
@@ -30,6 +31,7 @@ from fusion_node.cli.options import (
     PuzzleBits,
     RepetitionPenalty,
     Seed,
+    Speculate,
     Stop,
     SwarmKeyFile,
     Temperature,
@@ -47,6 +49,7 @@ from fusion_node.errors import FusionError
 from p2p.identity import short
 
 if TYPE_CHECKING:
+    from fusion_node.client.speculation import SpeculationReport
     from fusion_node.client.swarm import GenerationStats, SwarmClient
 
 
@@ -72,6 +75,8 @@ def generate(
     numerics: Numerics = "fp32",
     wire: Wire = None,
     objective: ObjectiveName = "latency",
+    speculate: Speculate = "auto",
+    draft_model: DraftModelName = None,
     allow: Allow = None,
     deny: Deny = None,
     distinct_operators: DistinctOperators = False,
@@ -105,6 +110,8 @@ def generate(
             swarm_key=swarm_key,
             identity=read_identity(identity),
             objective=objective,
+            speculation=speculate,
+            draft_model=draft_model,
             rules=rules,
         ) as swarm:
             answer = swarm.generate(text, params, raw=raw)
@@ -144,6 +151,8 @@ def chat(
     numerics: Numerics = "fp32",
     wire: Wire = None,
     objective: ObjectiveName = "latency",
+    speculate: Speculate = "auto",
+    draft_model: DraftModelName = None,
     allow: Allow = None,
     deny: Deny = None,
     distinct_operators: DistinctOperators = False,
@@ -175,6 +184,8 @@ def chat(
             swarm_key=swarm_key,
             identity=read_identity(identity),
             objective=objective,
+            speculation=speculate,
+            draft_model=draft_model,
             rules=rules,
         ) as swarm:
             await converse(swarm, params, system)
@@ -267,11 +278,12 @@ def describe(stats: GenerationStats) -> dict[str, Any]:
             }
             for repair in stats.repairs
         ],
+        "speculation": None if stats.speculation is None else msgspec.to_builtins(stats.speculation),
     }
 
 
 def summary(stats: GenerationStats) -> str:
-    """The statistics of an answer for people: one line, and one for each repair."""
+    """The statistics of an answer for people: one line, one for each repair, and one for how it was guessed."""
     speed = "" if stats.tokens_per_s is None else f", {stats.tokens_per_s:.1f} tokens/s"
     first = "" if stats.time_to_first_token_s is None else f", first token after {stats.time_to_first_token_s:.2f} s"
     nodes = " → ".join(f"{short(stage.peer)} [{stage.layers}]" for stage in stats.stages)
@@ -280,4 +292,14 @@ def summary(stats: GenerationStats) -> str:
         f"{repair.stall_s:.2f} s, {repair.replayed_positions} positions computed again"
         for repair in stats.repairs
     )
-    return f"{stats.completion_tokens} tokens{speed}{first}, over {nodes}{repaired}"
+    return f"{stats.completion_tokens} tokens{speed}{first}, over {nodes}{repaired}{_guessed(stats.speculation)}"
+
+
+def _guessed(report: SpeculationReport | None) -> str:
+    if report is None:
+        return ""
+    right = "nothing guessed" if report.acceptance is None else f"{report.acceptance:.0%} of first guesses right"
+    return (
+        f"\nspeculation: {report.mode}, {right}, {report.rows_per_token:.1f} rows per token, depth {report.depth:.1f}, "
+        f"latency {1000 * report.latency_s:.0f} ms, {1000 * report.price_s:.2f} ms per row"
+    )

@@ -19,6 +19,7 @@ from fusion_node.client.answer_core import (
     SessionBegan,
     SessionEnded,
     StepDone,
+    TreeRowsWanted,
     WantsAlternates,
     WantsConnection,
     WantsRoute,
@@ -99,10 +100,11 @@ class AnswerShell:
         self._on_compute = on_compute
         self._on_event = on_event
         self._loop = asyncio.get_running_loop()
-        self._results: asyncio.Queue[EncodedRows | BaseException] = asyncio.Queue()
+        self._results: asyncio.Queue[Any] = asyncio.Queue()
+        """Rows as they come, or what ends the answer."""
         self._incoming: EncodedRows | None = None
         """Of the message that the core is being handed."""
-        self._wanted: deque[RowsWanted] = deque()
+        self._wanted: deque[RowsWanted | TreeRowsWanted] = deque()
         self._is_sending = False
         self._newest: tuple[int, EncodedRows] | None = None
         """The rows of the last position that was appended."""
@@ -139,6 +141,10 @@ class AnswerShell:
         Raises:
             FusionError: the answer cannot go on.
         """
+        rows: EncodedRows = await self._next_result()
+        return rows
+
+    async def _next_result(self) -> Any:
         result = await self._results.get()
         if isinstance(result, BaseException):
             raise result
@@ -233,7 +239,7 @@ class AnswerShell:
             case SessionEnded(session):
                 self._sessions.discard(session)
                 self._connection.unregister(session)
-            case RowsWanted():
+            case RowsWanted() | TreeRowsWanted():
                 self._wanted.append(event)
             case StepDone() if event.has_row and self._incoming is not None:
                 self._results.put_nowait(self._incoming)
@@ -317,15 +323,19 @@ class AnswerShell:
                 told = True
         return told
 
-    def _rows_at_hand(self, wanted: RowsWanted) -> EncodedRows | None:
-        if self._newest is None or (wanted.first_position, wanted.num_positions) != (self._newest[0], 1):
+    def _rows_at_hand(self, wanted: RowsWanted | TreeRowsWanted) -> EncodedRows | None:
+        if isinstance(wanted, TreeRowsWanted) or self._newest is None:
+            return None
+        if (wanted.first_position, wanted.num_positions) != (self._newest[0], 1):
             return None
         return self._newest[1]
 
-    async def _make_rows(self, wanted: RowsWanted, rows: EncodedRows | None) -> None:
+    async def _make_rows(self, wanted: RowsWanted | TreeRowsWanted, rows: EncodedRows | None) -> None:
         try:
-            if rows is None:
+            if rows is None and isinstance(wanted, RowsWanted):
                 rows = await self._embed(wanted.first_position, wanted.first_position + wanted.num_positions)
+            if rows is None:
+                return
             places = self.core.places
             packing = self._connection.compressor.choose(places[0].peer, *rows) if places else None
             if packing is None:
@@ -336,11 +346,11 @@ class AnswerShell:
             self._is_sending = False
         self._pump()
 
-    def _send_packed(self, wanted: RowsWanted, packed: Packed) -> None:
+    def _send_packed(self, wanted: RowsWanted | TreeRowsWanted, packed: Packed) -> None:
         self._connection.compressor.note(packed)
         self._send(wanted, packed.tensor, memoryview(packed.payload))
 
-    def _send(self, wanted: RowsWanted, tensor: TensorMeta, payload: memoryview) -> None:
+    def _send(self, wanted: RowsWanted | TreeRowsWanted, tensor: TensorMeta, payload: memoryview) -> None:
         step = self.core.rows_ready(wanted, tensor, now=self._now())
         if step is None:
             return

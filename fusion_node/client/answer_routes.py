@@ -19,6 +19,7 @@ from fusion_node.client.answer_core import (
     Repaired,
     RouteKind,
     StepDone,
+    TreeStepDone,
     WantsAlternates,
     WantsRoute,
 )
@@ -122,6 +123,13 @@ class AnswerRoutes:
                     timings = [(each.compute_us / 1e6, each.queue_us / 1e6) for each in event.timings]
                     places, round_s = answer.planned.places, event.round_trip_s
                     self._router.observe_round(places, timings, num_rows=num_rows, round_s=round_s)
+            case TreeStepDone():
+                answer.num_computed = event.num_computed
+                work.note(event.timings)
+                if event.num_sent == 1 and event.round_trip_s is not None and not event.num_under_way:
+                    timings = [(each.compute_us / 1e6, each.queue_us / 1e6) for each in event.timings]
+                    places, round_s = answer.planned.places, event.round_trip_s
+                    self._router.observe_round(places, timings, num_rows=1, round_s=round_s)
             case Repaired():
                 log.info("answer repaired", kind=event.kind.value, cause=event.cause, stall_s=round(event.stall_s, 3))
                 stats.repairs += (

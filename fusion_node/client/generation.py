@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 
+from fusion_node.client.speculation import SpeculationReport
 from fusion_node.types import LayerRange, PeerId
 
 
@@ -58,6 +59,7 @@ class GenerationStats:
         seed: of the sampling noise.
         stages: the nodes of the route at its end, each with the steps that it took part in.
         repairs: in order.
+        speculation: None where nothing was guessed, or the answer is not over.
     """
 
     prompt_tokens: int = 0
@@ -70,6 +72,7 @@ class GenerationStats:
     token_ids: list[int] = field(default_factory=list, repr=False)
     stages: tuple[StageReport, ...] = ()
     repairs: tuple[RepairReport, ...] = ()
+    speculation: SpeculationReport | None = None
 
     @property
     def tokens_per_s(self) -> float | None:

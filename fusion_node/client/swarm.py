@@ -13,11 +13,11 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, aclosing, contextmanager
+from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import msgspec
 import structlog
@@ -29,17 +29,24 @@ from fusion_node.client.answer_core import (
 from fusion_node.client.answer_routes import Answer, AnswerRoutes, Work
 from fusion_node.client.claims_file import path_of
 from fusion_node.client.connection import MeasuredNode, SwarmConnection, ways_in
+from fusion_node.client.drafters.recycling import most_probable
+from fusion_node.client.drafting import GumbelNoise, check_same_tokens
 from fusion_node.client.generation import Generation, GenerationStats, RepairReport, StageReport
 from fusion_node.client.plan_view import PlanView, view_of
 from fusion_node.client.prefix_cache_core import MIN_POSITIONS, PrefixCache
 from fusion_node.client.routing import Router
 from fusion_node.client.sampling import SamplingParams, choose_token
+from fusion_node.client.speculation import TREE_POSITIONS, Drafts, MakeDrafter, SpeculationReport, modes_of
+from fusion_node.client.speculation_core import SpeculationCore
+from fusion_node.client.speculative_answer import Chosen, ReturnedRow, RowUnfit, SpeculativeShell
 from fusion_node.client.text_stream import TextStream
 from fusion_node.client.tokenizer import ChatMessage, Tokenizer
 from fusion_node.client.user_rules import UserRules, objective_of
 from fusion_node.engine.architectures import first_layers, load_config, max_positions
 from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.device import choose_device, prepare_thread, set_threads
+from fusion_node.engine.draft_model import DraftModel
+from fusion_node.engine.drafts import Verified
 from fusion_node.engine.numerics import numerics_class
 from fusion_node.engine.tensor_codec import RowsNotFinite, decode_rows, encode_rows
 from fusion_node.errors import ConfigError, ContextTooLong, NoPeers
@@ -51,11 +58,16 @@ from p2p.identity import Identity
 from p2p.messages import INT8, SESSION_BYTES, CloseSession, TensorMeta, row_bytes
 from p2p.records import PROTOCOL_VERSION, Plan, PlanStage, open_lease, sign_plan
 from p2p.swarm_key import SwarmKey
+from scheduler.speculation import ModePolicy
 
 PLAN_TTL_S = 3600.0
 
 SAVE_EVERY_S = 60.0
 """Between two answers after which what was measured of nodes is written: what a killed process has learned is lost."""
+
+MAX_AHEAD = 7
+"""Rows that are multiplied by the LM head beside the one that is needed: on two cores eight take little longer than
+one, because the head has to be read once."""
 
 T = TypeVar("T")
 
@@ -93,6 +105,10 @@ class SwarmClient:
         rules: who may serve, and what a route may look like; None: anybody, anyhow.
         puzzle_bits: what the identities of nodes must have paid; None is 0 on one machine and among members of a
             private swarm, and otherwise what nodes pay unless told otherwise.
+        speculation: ``auto`` guesses ahead where that is faster, ``tree`` and ``chain`` only in that way, ``off``
+            never. It does not change what an answer says.
+        draft_model: name or id of a small model in the local store with the same tokenizer, that guesses as well.
+        drafters: what guesses, in the place of what needs no model.
         connection: an existing connection; it is used and not closed.
 
     Raises:
@@ -117,8 +133,15 @@ class SwarmClient:
         objective: str = "latency",
         rules: UserRules | None = None,
         puzzle_bits: int | None = None,
+        speculation: str = "auto",
+        draft_model: str | None = None,
+        drafters: Sequence[MakeDrafter] | None = None,
         connection: SwarmConnection | None = None,
     ) -> None:
+        self._modes = modes_of(speculation)
+        if draft_model is not None and self._modes is None:
+            raise ConfigError("a draft model is of no use without speculation: leave one of the two out")
+        self._draft_source = None if draft_model is None else ModelStore(home).find(draft_model)
         self._priority = 1 if background else 0
         self.model = ModelStore(home).find(model)
         self._numerics = numerics_class(numerics)
@@ -143,6 +166,10 @@ class SwarmClient:
         self.num_layers: int = config.num_hidden_layers
         self._first_layers = first_layers(config)
         self._hidden_size: int = config.hidden_size
+        self._vocabulary: int = config.vocab_size
+        self._policies: list[ModePolicy] = []
+        """Of answers that are over: what each mode brings is known from the beginning then."""
+        self._drafts = None if self._modes is None else Drafts(config.vocab_size, drafters, remembers=prefix_cache)
         self.max_context = max_positions(config)
         self._eos_ids = _eos_ids(self.model)
         self._router = Router(
@@ -182,6 +209,8 @@ class SwarmClient:
         if self._loading is not None:
             await asyncio.wait((self._loading,))
         self._compute.shutdown(wait=False)
+        if self._drafts is not None:
+            self._drafts.close()
 
     async def wait_loaded(self) -> None:
         """Returns when the boundary and the tokenizer are in memory; answers wait for that by themselves.
@@ -253,7 +282,15 @@ class SwarmClient:
         set_threads(self._threads)
         boundary = Boundary.load(self.model, numerics=self._numerics, device=self._device)
         self._router.user_step_s = _step_seconds(boundary)
-        return boundary, Tokenizer(self.model.path)
+        tokenizer = Tokenizer(self.model.path)
+        if self._draft_source is not None and self._drafts is not None:
+            source = self._draft_source
+            check_same_tokens(Tokenizer(source.path).vocabulary, tokenizer.vocabulary, name=source.name)
+            draft_model = DraftModel.load(
+                source, vocabulary=self._vocabulary, numerics=self._numerics, device=self._device
+            )
+            self._drafts.add(draft_model.drafter)
+        return boundary, tokenizer
 
     async def _loaded(self) -> tuple[Boundary, Tokenizer]:
         if self._loading is None:
@@ -279,7 +316,12 @@ class SwarmClient:
             answer = await self._begin(stack, ids)
             work = Work(answer, params, stats)
             first_at: float | None = None
-            async with aclosing(self._tokens(work, len(ids) + max_tokens)) as tokens:
+            num_positions = len(ids) + max_tokens
+            if self._drafts is None:
+                found = self._tokens(work, num_positions)
+            else:
+                found = self._speculated_tokens(work, num_positions, self._drafts)
+            async with aclosing(found) as tokens:
                 async for token in tokens:
                     now = time.perf_counter()
                     if first_at is None:
@@ -407,6 +449,73 @@ class SwarmClient:
         finally:
             answer.is_kept = shell.is_kept
 
+    async def _speculated_tokens(self, work: Work, num_positions: int, drafts: Drafts) -> AsyncGenerator[int, None]:
+        """The same tokens, of which those that come next are guessed while the nodes compute."""
+        boundary, _ = await self._loaded()
+        answer, params = work.answer, work.params
+        num_reserved = num_positions + min(TREE_POSITIONS, num_positions)
+        routes = AnswerRoutes(self._router, self._prefixes, work, num_reserved)
+        wire_dtype = self._wire or self._numerics.wire_dtype
+        policy = self._policies.pop() if self._policies else ModePolicy(self._modes or ())
+        speculation = SpeculationCore(
+            last_token=answer.all_ids[-1],
+            num_prompt=answer.num_prompt,
+            stop_position=num_positions,
+            stop_tokens=frozenset() if params.ignore_eos else self._eos_ids,
+            max_positions=num_reserved,
+            next_sequence=0,
+            policy=policy,
+        )
+        core = AnswerCore(
+            num_prompt=answer.num_prompt,
+            row_size=self._hidden_size,
+            wire_dtype=wire_dtype,
+            make_plan=partial(self._make_plan, num_reserved),
+            new_session=partial(secrets.token_bytes, SESSION_BYTES),
+            open_lease=lambda envelope: open_lease(envelope, now=UnixS(time.time())),
+            backlog_s=self._backlog_s,
+            speculation=speculation,
+        )
+        noise = None
+        if params.temperature > 0:
+            noise = GumbelNoise(seed=work.stats.seed, temperature=params.temperature, vocabulary=self._vocabulary)
+        drafting = drafts.begin(answer.all_ids, noise, num_positions)
+
+        async def embed(start: int, stop: int) -> EncodedRows:
+            return await self._on_compute(self._embed, boundary, answer.all_ids[start:stop])
+
+        def row_s(peer: PeerId) -> float:
+            rate_Bps = self.connection.links.delivery_rate_Bps(peer)
+            return (row_bytes(wire_dtype, self._hidden_size) or 0) / rate_Bps if rate_Bps else 0.0
+
+        shell = SpeculativeShell(
+            self.connection,
+            core,
+            routes,
+            embed=embed,
+            on_compute=self._on_compute,
+            on_event=partial(routes.note, core),
+            speculation=speculation,
+            chooser=_Chooser(self, boundary, work),
+            drafting=drafting,
+            embed_tokens=partial(self._embed, boundary),
+            on_commit=answer.all_ids.append,
+            row_s=row_s,
+        )
+        shell.retain = self._prefixes is not None
+        try:
+            async with shell:
+                for _ in range(num_positions - answer.num_prompt):
+                    token = await shell.next_token()
+                    answer.prefilled.set()
+                    yield token
+        finally:
+            answer.is_kept = shell.is_kept
+            work.stats.speculation = SpeculationReport.of(speculation.stats)
+            drafting.close()
+            policy.paused()
+            self._policies.append(policy)
+
     def _make_plan(
         self, num_positions: int, session: bytes, epoch: int, stages: tuple[PlanStage, ...]
     ) -> tuple[Plan, bytes]:
@@ -447,9 +556,60 @@ class SwarmClient:
         ends = is_last or (token in self._eos_ids and not work.params.ignore_eos)
         return token, None if ends else self._embed(boundary, [token])
 
+    def _choose(
+        self, boundary: Boundary, work: Work, position: int, row: ReturnedRow, ahead: Sequence[ReturnedRow]
+    ) -> Chosen:
+        """From a returned row to the next token. Rows ahead are multiplied by the head in the same pass."""
+        as_dtype = self._numerics.wire_dtype
+        try:
+            row_D = _decoded(row, as_dtype)
+        except (RowsNotFinite, WireError) as error:
+            raise RowUnfit(str(error)) from error
+        logits_V = row.of.work.pop(row.index, None)
+        if logits_V is None:
+            rows, decoded = [row], [row_D]
+            for each in ahead[:MAX_AHEAD]:
+                with suppress(RowsNotFinite, WireError):  # told when it is its turn, which may never come
+                    if each.index not in each.of.work:
+                        decoded.append(_decoded(each, as_dtype))
+                        rows.append(each)
+            logits_TV = boundary.logits_of(decoded)
+            logits_V = logits_TV[0]
+            for each, logits in zip(rows[1:], logits_TV[1:], strict=True):
+                each.of.work[each.index] = logits
+        seen = work.answer.all_ids
+        token = choose_token(logits_V, work.params, seed=work.stats.seed, position=position, seen=seen)
+        ids_1K, probabilities_1K = most_probable(logits_V[None])
+        return Chosen(Verified([token], row_D.float().numpy()[None], None, ids_1K, probabilities_1K))
+
+
+class _Chooser:
+    """Chooses the tokens of one answer on the compute thread."""
+
+    def __init__(self, client: SwarmClient, boundary: Boundary, work: Work) -> None:
+        self._client = client
+        self._boundary = boundary
+        self._work = work
+
+    async def choose(self, position: int, row: ReturnedRow, ahead: Sequence[ReturnedRow]) -> Chosen:
+        """See Chooser."""
+        client = self._client
+        began = time.perf_counter()
+        chosen = await client._on_compute(client._choose, self._boundary, self._work, position, row, list(ahead))
+        client._router.observe_user_step(time.perf_counter() - began)
+        return chosen
+
 
 class _RowRefused(Exception):
     """A row that came back is unfit: its sender's fault, unlike anything that goes wrong afterwards."""
+
+
+def _decoded(row: ReturnedRow, as_dtype: str) -> Any:
+    """A row of a message as a tensor ``[D]``: all of the message is decoded with the first of its rows."""
+    rows_TD = row.of.work.get(-1)
+    if rows_TD is None:
+        rows_TD = row.of.work[-1] = decode_rows(row.of.tensor, row.of.payload, as_dtype=as_dtype)
+    return rows_TD[row.index]
 
 
 def _step_seconds(boundary: Boundary) -> float:

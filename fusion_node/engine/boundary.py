@@ -77,6 +77,10 @@ class Boundary:
         """Logits ``[T, V]`` in float32 of rows that the last stage returned."""
         return self.logits_there(rows_TD).cpu().numpy()
 
+    def logits_of(self, rows: Sequence[torch.Tensor]) -> npt.NDArray[np.float32]:
+        """The same, of rows ``[D]`` that came one by one."""
+        return self.logits(torch.stack(list(rows)))
+
     @torch.inference_mode()
     def logits_there(self, rows_TD: torch.Tensor) -> torch.Tensor:
         """The same, left on the device."""

@@ -160,6 +160,17 @@ class StageUsage(Struct, frozen=True):
     compute_ms_per_step: float
 
 
+class SpeculationUsage(Struct, frozen=True):
+    """How tokens were guessed: ``acceptance`` is the share of first guesses that were right."""
+
+    mode: str
+    acceptance: float | None
+    rows_per_token: float
+    depth: float
+    latency_ms: float
+    price_ms: float
+
+
 class FusionUsage(Struct, frozen=True):
     """How the swarm made an answer: an extension of the API, inside ``usage``."""
 
@@ -167,6 +178,7 @@ class FusionUsage(Struct, frozen=True):
     time_to_first_token_s: float | None
     tokens_per_s: float | None
     seed: int
+    speculation: SpeculationUsage | UnsetType = UNSET
 
 
 class PromptTokensDetails(Struct, frozen=True):

@@ -40,6 +40,7 @@ from fusion_node.gateway.openai_schema import (
     Delta,
     FusionUsage,
     PromptTokensDetails,
+    SpeculationUsage,
     StageUsage,
     Usage,
     parse_chat_request,
@@ -48,6 +49,7 @@ from p2p.addresses import check_bindable, is_loopback
 from p2p.records import PROTOCOL_VERSION
 
 if TYPE_CHECKING:
+    from fusion_node.client.speculation import SpeculationReport
     from fusion_node.client.swarm import GenerationStats
 
 MAX_BODY_BYTES = 2**20
@@ -328,7 +330,19 @@ def usage_of(stats: GenerationStats) -> Usage:
             time_to_first_token_s=None if first_s is None else round(first_s, 4),
             tokens_per_s=None if speed is None else round(speed, 2),
             seed=stats.seed,
+            speculation=UNSET if stats.speculation is None else _speculation_of(stats.speculation),
         ),
+    )
+
+
+def _speculation_of(report: SpeculationReport) -> SpeculationUsage:
+    return SpeculationUsage(
+        mode=report.mode,
+        acceptance=None if report.acceptance is None else round(report.acceptance, 4),
+        rows_per_token=round(report.rows_per_token, 2),
+        depth=round(report.depth, 2),
+        latency_ms=round(1000 * report.latency_s, 3),
+        price_ms=round(1000 * report.price_s, 3),
     )
 
 

@@ -1,0 +1,156 @@
+"""What a SwarmClient speculates with: drafters, what was learned of them, and the thread that they compute on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+
+from fusion_node.client.drafters.recycling import RecyclingDrafter, RecyclingTable
+from fusion_node.client.drafters.suffix import SuffixCorpus, SuffixDrafter
+from fusion_node.client.drafting import Candidate, Drafter, MixedDrafter, SharedNoise
+from fusion_node.client.speculation_core import SpeculationStats
+from fusion_node.engine.device import prepare_thread
+from fusion_node.engine.drafts import Verified
+from fusion_node.errors import ConfigError, NoPeers
+from scheduler.speculation import Calibration, Mode
+
+OFF = "off"
+MODES: dict[str, tuple[Mode, ...]] = {
+    "auto": tuple(Mode),
+    "tree": (Mode.TREE,),
+    "chain": (Mode.CHAIN,),
+    "plain": (Mode.PLAIN,),
+}
+"""What may be asked for, beside OFF, and the modes that are then chosen from by what each brings."""
+
+TREE_POSITIONS = 256
+"""KV that an answer reserves beyond its own positions, for what is on its way on a guess: as many rows as are in flight
+at round trips of 100 ms. A short answer reserves no more than twice what it is long."""
+
+MakeDrafter = Callable[[int], Drafter]
+"""Makes a drafter of one answer, which has at most so many positions with its prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationReport:
+    """How an answer was speculated on.
+
+    Attributes:
+        mode: at its end.
+        acceptance: of the tokens for which there were candidates, how many were the first of them; None without any.
+        rows_per_token: that the nodes computed for a token.
+        latency_s: of a frame through all stages; a running mean.
+        price_s: by how much one more row delays all that wait, by the nodes' word and the wire.
+        depth: of the tree below a token when it was chosen, as far as it was on its way or back; the mean.
+        corrections: tokens that had not been sent when they were chosen.
+    """
+
+    mode: str
+    acceptance: float | None
+    rows_per_token: float
+    latency_s: float
+    price_s: float
+    depth: float
+    corrections: int
+
+    @classmethod
+    def of(cls, stats: SpeculationStats) -> SpeculationReport:
+        return cls(
+            mode=stats.mode.value,
+            acceptance=stats.num_first / stats.num_candidates if stats.num_candidates else None,
+            rows_per_token=stats.num_rows / max(1, stats.num_tokens),
+            latency_s=stats.latency_s,
+            price_s=stats.price_s,
+            depth=stats.depths / max(1, stats.num_tokens),
+            corrections=stats.num_corrections,
+        )
+
+
+def modes_of(name: str) -> tuple[Mode, ...] | None:
+    """What may be chosen from; None: answers are not speculated on.
+
+    Raises:
+        ConfigError: there is no such choice.
+    """
+    if name == OFF:
+        return None
+    if name not in MODES:
+        raise ConfigError(f"unknown speculation {name!r}: choose one of {', '.join((*MODES, OFF))}")
+    return MODES[name]
+
+
+class Drafts:
+    """The drafters of a client's answers, on one thread.
+
+    Args:
+        vocabulary: ids of the target.
+        drafters: how to make those of an answer, the fastest first; None: what needs no model.
+        remembers: whether answers are guessed from earlier ones too. What is guessed well comes sooner, so that one
+            caller would learn what another has asked.
+    """
+
+    def __init__(
+        self, vocabulary: int, drafters: Sequence[MakeDrafter] | None = None, *, remembers: bool = True
+    ) -> None:
+        self._calibration = Calibration()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="drafting", initializer=prepare_thread)
+        self._makers: list[MakeDrafter] = list(drafters or ())
+        if drafters is None:
+            corpus, table = SuffixCorpus(), RecyclingTable(vocabulary)
+            self._makers = [
+                lambda _: SuffixDrafter(corpus if remembers else None),
+                lambda _: RecyclingDrafter(table if remembers else RecyclingTable(vocabulary)),
+            ]
+
+    def add(self, drafter: MakeDrafter) -> None:
+        """One more, slower than those that are there."""
+        self._makers.append(drafter)
+
+    def begin(self, prompt: Sequence[int], noise: SharedNoise | None, num_positions: int) -> AnswerDrafts:
+        """For one answer."""
+        mixed = MixedDrafter([make(num_positions) for make in self._makers], self._calibration)
+        return AnswerDrafts(self._executor, mixed, list(prompt), noise)
+
+    def close(self) -> None:
+        """Nothing is drafted any more."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+class AnswerDrafts:
+    """The drafters of one answer (fusion_node.client.speculative_answer.Drafting)."""
+
+    def __init__(
+        self, executor: ThreadPoolExecutor, mixed: MixedDrafter, prompt: Sequence[int], noise: SharedNoise | None
+    ) -> None:
+        self._executor = executor
+        self._mixed = mixed
+        self._submit(partial(mixed.begin, prompt, noise))
+
+    def extend(self, verified: Verified) -> None:
+        """See Drafting."""
+        self._submit(partial(self._mixed.extend, verified))
+
+    async def propose(self, paths: Sequence[Sequence[int]], width: int) -> list[list[Candidate]] | None:
+        """See Drafting."""
+        try:
+            future = asyncio.get_running_loop().run_in_executor(self._executor, self._propose, paths, width)
+        except RuntimeError as error:
+            raise NoPeers("the client was closed while it answered") from error
+        return await future
+
+    def close(self) -> None:
+        """The answer is over."""
+        self._submit(self._mixed.close)
+
+    def _propose(self, paths: Sequence[Sequence[int]], width: int) -> list[list[Candidate]] | None:
+        found = self._mixed.propose(paths, width)
+        return found if self._mixed.names else None
+
+    def _submit(self, work: Callable[[], None]) -> None:
+        try:
+            self._executor.submit(work)
+        except RuntimeError:
+            return  # the client was closed: nobody asks for a draft any more
