@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler.speculation import Mode
@@ -131,6 +131,22 @@ def run_with_faults(
     retained_bytes=st.sampled_from((0, 1 << 30)),
 )
 @settings(max_examples=150, deadline=None)
+@example(  # the timer announced a node that was exactly as probable as it had to be, and that was never handed out
+    seed=1804, num_stages=3, share=0.9, faults=[(14, 2, "spoil")], modes=(Mode.TREE,), spare=0, lost=0.0, doubled=0.5,
+    retained_bytes=0,
+)  # fmt: skip
+@example(  # a root that was being chosen from kept its old name over a fold
+    seed=163, num_stages=5, share=0.5, faults=[(18, 1, "cut"), (13, 2, "freeze"), (9, 1, "kill")], modes=(Mode.TREE,),
+    spare=3, lost=0.0, doubled=0.0, retained_bytes=0,
+)  # fmt: skip
+@example(  # a fault was followed before the rows that came with it
+    seed=276, num_stages=3, share=0.0, faults=[(20, 2, "cut")], modes=(Mode.TREE,), spare=3, lost=0.0, doubled=0.5,
+    retained_bytes=1 << 30,
+)  # fmt: skip
+@example(  # a row that came for the second time, after a bad one, did not come out
+    seed=11, num_stages=5, share=1.0, faults=[(32, 4, "freeze"), (11, 4, "spoil"), (11, 0, "spoil")],
+    modes=(Mode.PLAIN,), spare=0, lost=0.0, doubled=0.0, retained_bytes=1 << 30,
+)  # fmt: skip
 def test_any_fault_leaves_the_text_as_it_is(
     seed: int,
     num_stages: int,
