@@ -89,7 +89,7 @@ Speculate = Annotated[
     typer.Option(
         "--speculate",
         metavar="auto|tree|chain|off",
-        help="Guess the next tokens while the nodes compute: the same answer, sooner. auto: where it pays.",
+        help="Guess the next tokens while the nodes compute: the same answer, sooner where that pays.",
     ),
 ]
 DraftModelName = Annotated[

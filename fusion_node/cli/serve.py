@@ -58,7 +58,7 @@ def serve(
     numerics: Numerics = "fp32",
     wire: Wire = None,
     objective: ObjectiveName = "latency",
-    speculate: Speculate = "auto",
+    speculate: Speculate = "off",
     draft_model: DraftModelName = None,
     allow: Allow = None,
     deny: Deny = None,

@@ -133,7 +133,7 @@ class SwarmClient:
         objective: str = "latency",
         rules: UserRules | None = None,
         puzzle_bits: int | None = None,
-        speculation: str = "auto",
+        speculation: str = "off",
         draft_model: str | None = None,
         drafters: Sequence[MakeDrafter] | None = None,
         connection: SwarmConnection | None = None,

@@ -59,15 +59,6 @@ async def client(test_home: Path, three_nodes: Nodes) -> AsyncIterator[SwarmClie
         yield swarm
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def plain_client(test_home: Path, three_nodes: Nodes) -> AsyncIterator[SwarmClient]:
-    """Nodes compute what is asked of them, and nothing on a guess."""
-    async with SwarmClient(
-        MODEL, peers=three_nodes.current[0].addresses, home=test_home, mdns=False, threads=1, speculation="off"
-    ) as swarm:
-        yield swarm
-
-
 async def tokens_of(generation: Generation) -> list[int]:
     await generation.text()
     return generation.stats.token_ids
@@ -145,9 +136,8 @@ async def rows_computed(client: SwarmClient) -> list[float]:
 
 
 async def test_second_question_of_a_chat_computes_only_what_is_new(
-    test_home: Path, plain_client: SwarmClient, three_nodes: Nodes
+    test_home: Path, client: SwarmClient, three_nodes: Nodes
 ) -> None:
-    client = plain_client
     short = SamplingParams(max_tokens=12, ignore_eos=True)
     talk = [{"role": "user", "content": PROMPTS["list"] + "\nWhat do I buy first?"}]
     first = client.chat(talk, short)
@@ -175,8 +165,7 @@ async def test_second_question_of_a_chat_computes_only_what_is_new(
                 assert fresh.stats.cached_tokens == 0
 
 
-async def test_answers_to_one_prompt_at_once_compute_it_once(plain_client: SwarmClient) -> None:
-    client = plain_client
+async def test_answers_to_one_prompt_at_once_compute_it_once(client: SwarmClient) -> None:
     prompt = "Name five rivers and the seas they flow into, in alphabetical order. " * 8
     size = len(await client.encode(prompt))
     before = await rows_computed(client)
