@@ -547,7 +547,12 @@ class AnswerCore:
         speculation.row_unfit(position)
         error = RemoteProtocolError(sender, f"node {short(sender)} returned a bad row: {reason}")
         is_present = session is not None and self._has_log and self.places[-1].peer == sender
-        if session is not None and is_present and session.must_fold:
+        if session is not None and self._has_log and not session.owes_row:
+            # It was opened while a row was at hand, so that none is on its way.
+            self._avoid(error, now)
+            self._pause()
+            self._ask_whole(str(error), now)
+        elif session is not None and is_present and session.must_fold:
             session.tree_row_unfit(error, now=now)
         elif session is not None and is_present:
             session.result_unfit(error, now=now)

@@ -404,6 +404,11 @@ class SessionCore:
         return self._tree is not None or self._fold is not None
 
     @property
+    def owes_row(self) -> bool:
+        """Whether the last row that the user has had can be had of it: it was asked for, or a Fold can ask for it."""
+        return self.must_fold or not self._log or self._log[-1].want_last
+
+    @property
     def fold_from(self) -> int:
         """From which position on a Fold has to name the committed nodes.
 

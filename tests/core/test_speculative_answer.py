@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler.speculation import Mode
-from tests.core.answer_world import NUM_LAYERS, undisturbed
+from tests.core.answer_world import NAN, NUM_LAYERS, undisturbed
 from tests.core.speculation_world import Guesser, SpeculativeWorld
 
 PROMPT = (5, 6, 7, 8)
@@ -162,3 +162,35 @@ def test_any_fault_leaves_the_text_as_it_is(
         seed, num_stages, share, faults, modes=modes, spare=spare, lost=lost, doubled=doubled,
         retained_bytes=retained_bytes,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+@pytest.mark.parametrize("is_last_lost", [False, True])
+def test_a_bad_row_that_a_new_route_was_not_asked_for_is_computed_again(mode: Mode, is_last_lost: bool) -> None:
+    """While a token was being chosen from it another session was opened, which was asked for no row."""
+    world = SpeculativeWorld(1)
+    world.node(0, 2, retained_bytes=0).serving.outputs.max_bytes = 0
+    middle, last, _, _ = (world.node(*layers) for layers in ((2, 4), (4, 6), (2, 4), (4, 6)))
+    text = undisturbed(PROMPT, 40)
+    user = world.speculate(PROMPT, 40, Guesser((*PROMPT, *text), 0.7, random.Random(1)), modes=(mode,))
+    has_struck = False
+
+    def on_token(count: int) -> None:
+        if count == 9:
+            last.spoils, user.choose_s = True, 2.0
+
+    def strike() -> bool:
+        nonlocal has_struck
+        root = user.speculation._tree.root
+        if not has_struck and user.speculation._is_choosing and root.row is not None and root.row[0] == NAN:
+            has_struck, last.spoils, user.choose_s = True, False, 0.002
+            for node in (middle, last) if is_last_lost else (middle,):
+                world.kill(node)
+        return user.is_done
+
+    user.on_token = on_token
+    world.run(stop=strike)
+    assert has_struck
+    assert user.error is None
+    assert user.is_done
+    assert user.tokens == text
