@@ -846,7 +846,8 @@ class SessionCore:
             has = self._has[stage]
             if not is_due or (has is not None and has.next_sequence <= message.sequence):
                 return  # it is being computed again, or was
-        elif not is_due:
+        elif not is_due or (self._fold is not None and not self._is_renamed):
+            # Before all stages have opened none is told to compute what a fold has left.
             self._fault_answer(stage, "answered a step that is not due")
             return
         if message.sequence >= len(self._log):

@@ -369,3 +369,12 @@ def test_what_is_dead_is_dead_for_good() -> None:
     tree.answered()
     assert tree.is_answer(2, (5, 7))
     assert not tree.is_answer(2, (5, 8))
+
+
+def test_a_result_of_the_new_plan_before_the_fold_is_done_is_a_fault_of_the_last_stage() -> None:
+    session = broken(answer(1, 4))
+    resume(session, Fold(3, (4, 6), is_awaited=True))
+    session.receive(answer(4, 5, epoch=EPOCH + 1), source=PEERS[2], now=at(1.05))
+    (fault,) = events(session)
+    assert isinstance(fault, Fault)
+    assert (fault.stage, fault.cause) == (2, Cause.GARBAGE)
