@@ -396,6 +396,7 @@ class SpeculationCore:
             self._policy.drafted(is_right=before.guess == token)
             self.stats.num_candidates += 1
             self.stats.num_first += before.guess == token
+        self._num_resend += before.state is NodeState.UNSENT  # taken back while its row was being chosen from
         root = self._tree.advance(token)
         self._committed.append((token, root.id))
         self.stats.num_tokens += 1
@@ -489,6 +490,8 @@ class SpeculationCore:
     def row_unfit(self, position: int) -> None:
         """The row from which the token at this position was to be chosen cannot be used: it is awaited again.
 
+        Where the stages have lost its node it comes when that is sent again.
+
         Raises:
             LocalProtocolError: this position was not to be chosen.
         """
@@ -497,7 +500,8 @@ class SpeculationCore:
             raise LocalProtocolError(f"the token at position {position} was not to be chosen")
         self._is_choosing = False
         root.row = None
-        self._expect_root(root.id)
+        if root.state is not NodeState.UNSENT:
+            self._expect_root(root.id)
 
     @property
     def is_row_awaited(self) -> bool:

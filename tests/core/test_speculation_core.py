@@ -551,3 +551,42 @@ def test_nodes_below_a_token_that_is_being_chosen_from_hang_on_its_new_name() ->
     frame = made.frames[-1]
     assert (frame.sequence, frame.first_node) == (20, 6)
     assert frame.parents[0] == 5
+
+
+def chosen_from_while_taken_back() -> Shell:
+    """A chain is being drafted and a token chosen, while the one before it was lost on the stages."""
+    made = shell(modes=(Mode.CHAIN,))
+    made.core.pause()
+    assert made.core.restart(4, next_sequence=4, now=made.at)
+    made.core.returned(3, [(4, "row")], now=made.at)
+    assert isinstance(made.core.next_event(), Choose)
+    made.core.pause()
+    assert not made.core.restart(3, next_sequence=3, now=made.at)
+    assert not made.frames
+    return made
+
+
+def test_a_token_that_is_chosen_after_its_row_was_taken_back_is_sent_again_before_its_followers() -> None:
+    made = chosen_from_while_taken_back()
+    made.core.chosen(4, 4, now=made.at)
+    made.pump()
+    for _ in range(10):
+        if not made.frames:
+            made.now += 0.001
+            made.draft()
+    (frame,) = made.frames
+    assert (frame.first_node, frame.tokens[:2], frame.parents[:2], frame.advance) == (4, (3, 4), (3, 4), 5)
+    assert frame.want[0] == 5
+
+
+def test_an_unfit_row_of_a_token_that_is_to_be_sent_again_is_awaited_from_then_on() -> None:
+    made = chosen_from_while_taken_back()
+    made.core.row_unfit(4)
+    for _ in range(10):
+        if not made.frames:
+            made.now += 0.001
+            made.draft()
+    (frame,) = made.frames
+    assert (frame.first_node, frame.tokens[0], frame.want[0]) == (4, 3, 4)
+    made.frame_returns()
+    assert made.commits[:2] == [3, 4]
