@@ -240,6 +240,7 @@ class _SentFrame:
     sent_at: MonotonicS
     num_rows: int
     is_alone: bool
+    want: tuple[int, ...]
 
 
 class _TimeByRows:
@@ -368,6 +369,7 @@ class SpeculationCore:
         Raises:
             LocalProtocolError: a row was not awaited.
         """
+        sent = self._frames.get(sequence)
         self._measure(sequence, costs, now)
         for node_id, row in rows:
             node = self._in_flight.pop(node_id, None)
@@ -375,6 +377,8 @@ class SpeculationCore:
                 raise LocalProtocolError(f"node {node_id} was not awaited")
             node.state = NodeState.RETURNED
             node.row = row if node.is_live else None
+        for node_id in () if sent is None else sent.want:
+            self._in_flight.pop(node_id, None)  # dead, and therefore left out
         self._has_row = True
         self._choose()
         if not self._is_choosing:
@@ -721,7 +725,7 @@ class SpeculationCore:
             self._log_live = [node for node in self._log_live if node.is_live and node is not root]
         advance = root.id if has_advanced else 0
         frame = Frame(self._next_sequence, first_node, tuple(tokens), tuple(parents), tuple(positions), advance, want)
-        self._frames[self._next_sequence] = _SentFrame(now, len(tokens), is_alone)
+        self._frames[self._next_sequence] = _SentFrame(now, len(tokens), is_alone, want)
         self._next_sequence += 1
         self._note_pass(len(tokens), now)
         self.stats.num_frames += 1

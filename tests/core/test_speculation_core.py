@@ -590,3 +590,20 @@ def test_an_unfit_row_of_a_token_that_is_to_be_sent_again_is_awaited_from_then_o
     assert (frame.first_node, frame.tokens[0], frame.want[0]) == (4, 3, 4)
     made.frame_returns()
     assert made.commits[:2] == [3, 4]
+
+
+def test_dead_nodes_whose_rows_were_left_out_are_not_in_flight_any_more() -> None:
+    made = shell()
+    made.draft(extra=2)
+    made.now = 0.02
+    made.core.handle_timer(now=made.at)
+    made.pump()
+    made.now = 0.1
+    made.frame_returns(0, wrong=frozenset((4,)))
+    guesses, correction = made.frames[-2:]
+    assert guesses.want
+    made.core.returned(guesses.sequence, [], now=made.at)
+    with pytest.raises(LocalProtocolError, match=f"node {guesses.want[0]} was not awaited"):
+        made.core.returned(guesses.sequence, [(guesses.want[0], "row")], now=made.at)
+    made.frame_returns()
+    assert made.commits == [3, 1004, correction.positions[0] + 1]
