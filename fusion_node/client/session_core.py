@@ -899,7 +899,7 @@ class SessionCore:
         sent_at, _ = self._sent_at.pop(message.sequence)
         self._times.note(num_rows, now - sent_at)
         self._orders.answered(message.sequence)
-        self._is_proven = True
+        self.is_proven = True
         self._watch.all_applied(self._num_results)
         self._renewed_at = self._last_result_at = now
         rows = tuple((node, index) for index, node in enumerate(message.nodes))

@@ -378,3 +378,15 @@ def test_a_result_of_the_new_plan_before_the_fold_is_done_is_a_fault_of_the_last
     (fault,) = events(session)
     assert isinstance(fault, Fault)
     assert (fault.stage, fault.cause) == (2, Cause.GARBAGE)
+
+
+def test_a_result_of_a_tree_proves_the_plan() -> None:
+    session = broken(answer(1, 4))
+    resume(session, Fold(3, (4,), is_awaited=False))
+    open_again(session, (4, 4, 4))
+    events(session)
+    assert not session.is_proven
+    grow(session, frame(4, 5, (4,), (4,)))
+    session.receive(answer(4, 5, epoch=EPOCH + 1), source=PEERS[2], now=at(1.2))
+    assert isinstance(events(session)[0], TreeStepDone)
+    assert session.is_proven
