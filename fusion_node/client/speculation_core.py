@@ -122,7 +122,7 @@ class Frame:
 
     sequence: int
     first_node: int
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...] = field(repr=False)
     parents: tuple[int, ...]
     positions: tuple[int, ...]
     advance: int
@@ -141,7 +141,7 @@ class Expand:
 
     number: int
     position: int
-    paths: tuple[tuple[int, ...], ...]
+    paths: tuple[tuple[int, ...], ...] = field(repr=False)
     width: int
 
 
@@ -167,7 +167,7 @@ class Commit:
         is_last: it ends the answer; nothing is sent any more.
     """
 
-    token: int
+    token: int = field(repr=False)
     position: int
     is_last: bool
 

@@ -59,7 +59,7 @@ class ReturnedRow:
 class Chosen:
     """The token that follows a row, and what drafters are told of it."""
 
-    verified: Verified
+    verified: Verified = field(repr=False)
 
     @property
     def token(self) -> int:

@@ -50,7 +50,7 @@ class TreeNode:
         guess: the first token that was proposed for what follows, whether or not it is a candidate.
     """
 
-    token: int
+    token: int = field(repr=False)
     position: int
     parent: TreeNode | None = field(repr=False)
     log_p: float
@@ -60,7 +60,7 @@ class TreeNode:
     is_expanded: bool = False
     row: Any = field(default=None, repr=False)
     candidates: tuple[tuple[int, float], ...] = field(default=(), repr=False)
-    guess: int | None = None
+    guess: int | None = field(default=None, repr=False)
     children: dict[int, TreeNode] = field(default_factory=dict, repr=False)
 
 

@@ -23,6 +23,9 @@ from fusion_node.client.speculation_core import (
     SpeculationCore,
     StageCost,
 )
+from fusion_node.client.speculative_answer import Chosen
+from fusion_node.client.token_tree import TokenTree
+from fusion_node.engine.drafts import Verified
 from fusion_node.errors import LocalProtocolError
 from fusion_node.types import MonotonicS
 from scheduler.speculation import Mode, ModePolicy
@@ -607,3 +610,15 @@ def test_dead_nodes_whose_rows_were_left_out_are_not_in_flight_any_more() -> Non
         made.core.returned(guesses.sequence, [(guesses.want[0], "row")], now=made.at)
     made.frame_returns()
     assert made.commits == [3, 1004, correction.positions[0] + 1]
+
+
+def test_no_token_is_in_what_events_and_nodes_look_like() -> None:
+    secret = 271828
+    shown = [
+        Frame(1, 4, (secret,), (3,), (3,), 4, (4,)),
+        Commit(secret, 3, is_last=False),
+        Expand(1, 3, ((secret,),), 8),
+        TokenTree(secret, 2).root,
+        Chosen(Verified([secret])),
+    ]
+    assert str(secret) not in repr(shown)
