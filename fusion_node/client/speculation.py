@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from fusion_node.client.drafters.recycling import RecyclingDrafter, RecyclingTable
 from fusion_node.client.drafters.suffix import SuffixCorpus, SuffixDrafter
@@ -119,6 +120,25 @@ class Drafts:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
+class Proposed:
+    """Candidates that were asked for, once awaited: a coroutine would only ask then.
+
+    Args:
+        future: None: the client was closed.
+    """
+
+    def __init__(self, future: Future[list[list[Candidate]] | None] | None) -> None:
+        self._future = future
+
+    def __await__(self) -> Generator[Any, None, list[list[Candidate]] | None]:
+        return self._wait().__await__()
+
+    async def _wait(self) -> list[list[Candidate]] | None:
+        if self._future is None:
+            raise NoPeers("the client was closed while it answered")
+        return await asyncio.wrap_future(self._future)
+
+
 class AnswerDrafts:
     """The drafters of one answer (fusion_node.client.speculative_answer.Drafting)."""
 
@@ -133,13 +153,12 @@ class AnswerDrafts:
         """See Drafting."""
         self._submit(partial(self._mixed.extend, verified))
 
-    async def propose(self, paths: Sequence[Sequence[int]], width: int) -> list[list[Candidate]] | None:
+    def propose(self, paths: Sequence[Sequence[int]], width: int) -> Proposed:
         """See Drafting."""
         try:
-            future = asyncio.get_running_loop().run_in_executor(self._executor, self._propose, paths, width)
-        except RuntimeError as error:
-            raise NoPeers("the client was closed while it answered") from error
-        return await future
+            return Proposed(self._executor.submit(self._propose, paths, width))
+        except RuntimeError:
+            return Proposed(None)
 
     def close(self) -> None:
         """The answer is over."""

@@ -7,7 +7,7 @@ event loop, which takes some ten microseconds for their few rows.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -85,8 +85,8 @@ class Drafting(Protocol):
         """The text has grown."""
         ...
 
-    async def propose(self, paths: Sequence[Sequence[int]], width: int) -> list[list[Candidate]] | None:
-        """Candidates; None when there will never be any more."""
+    def propose(self, paths: Sequence[Sequence[int]], width: int) -> Awaitable[list[list[Candidate]] | None]:
+        """Candidates for the text as it is at the call; None when there will never be any more."""
         ...
 
 
@@ -190,7 +190,8 @@ class SpeculativeShell(AnswerShell):
                 case CancelDead():
                     pass  # no message says it
                 case Expand():
-                    self._spawn(self._draft(event))
+                    # Asked here: what is committed meanwhile is not the text that the paths go on from.
+                    self._spawn(self._draft(event, self._drafting.propose(event.paths, event.width)))
                 case Choose():
                     self._spawn(self._choose(event))
                 case Commit(token):
@@ -200,8 +201,8 @@ class SpeculativeShell(AnswerShell):
                         self._verified = None
                     self._results.put_nowait(token)
 
-    async def _draft(self, event: Expand) -> None:
-        found = await self._drafting.propose(event.paths, event.width)
+    async def _draft(self, event: Expand, candidates: Awaitable[list[list[Candidate]] | None]) -> None:
+        found = await candidates
         if found is None:
             self.speculation.not_drafted(event.number, is_final=True, now=self._now())
         else:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 from collections.abc import Sequence
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from fusion_node.client.drafting import SharedNoise
+from fusion_node.client.speculation import Drafts
+from fusion_node.engine.drafts import Proposals, Verified
 from scheduler.speculation import Mode
 from tests.core.answer_world import NAN, NUM_LAYERS, undisturbed
 from tests.core.speculation_world import Guesser, SpeculativeWorld
@@ -194,3 +198,44 @@ def test_a_bad_row_that_a_new_route_was_not_asked_for_is_computed_again(mode: Mo
     assert user.error is None
     assert user.is_done
     assert user.tokens == text
+
+
+# the thread that drafts
+
+
+class Waits:
+    """A drafter that answers when it may, and notes what it is told."""
+
+    name, tap_layers = "waits", ()
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.may_answer, self.is_asked = threading.Event(), threading.Event()
+
+    def begin(self, prompt: Sequence[int], noise: SharedNoise | None = None) -> None:
+        self.calls.append("begin")
+
+    def extend(self, verified: Verified) -> None:
+        self.calls.append("extend")
+
+    def propose(self, paths: Sequence[Sequence[int]], width: int) -> Proposals:
+        self.calls.append("propose")
+        self.is_asked.set()
+        assert self.may_answer.wait(60.0)
+        return [[(7, 0.9)] for _ in paths]
+
+    def close(self) -> None:
+        pass
+
+
+async def test_candidates_are_those_for_the_text_as_it_was_when_they_were_asked_for() -> None:
+    drafter = Waits()
+    drafter.may_answer.set()
+    drafts = Drafts(100, [lambda _: drafter])
+    answer = drafts.begin([1, 2], None, 10)
+    proposed = answer.propose([()], 8)
+    answer.extend(Verified([3]))
+    assert await proposed
+    assert await answer.propose([()], 8)
+    assert drafter.calls == ["begin", "propose", "extend", "propose"]
+    drafts.close()

@@ -66,9 +66,10 @@ class Guessing:
     def extend(self, verified: Verified) -> None:
         self.extended += verified.tokens
 
-    async def propose(self, paths: Sequence[Sequence[int]], width: int) -> list[list[Candidate]] | None:
-        await asyncio.sleep(0)
-        return [self._candidates(path, width) for path in paths]
+    def propose(self, paths: Sequence[Sequence[int]], width: int) -> asyncio.Future[list[list[Candidate]] | None]:
+        found: asyncio.Future[list[list[Candidate]] | None] = asyncio.get_running_loop().create_future()
+        found.set_result([self._candidates(path, width) for path in paths])
+        return found
 
     def _candidates(self, path: Sequence[int], width: int) -> list[Candidate]:
         chance, at = self.chance, len(self.extended)
