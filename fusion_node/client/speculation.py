@@ -136,7 +136,13 @@ class Proposed:
     async def _wait(self) -> list[list[Candidate]] | None:
         if self._future is None:
             raise NoPeers("the client was closed while it answered")
-        return await asyncio.wrap_future(self._future)
+        try:
+            return await asyncio.wrap_future(self._future)
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise NoPeers("the client was closed while it answered") from error  # with what it had not begun
 
 
 class AnswerDrafts:

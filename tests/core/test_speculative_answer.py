@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 import threading
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from fusion_node.client.drafting import SharedNoise
 from fusion_node.client.speculation import Drafts
 from fusion_node.engine.drafts import Proposals, Verified
+from fusion_node.errors import NoPeers
 from scheduler.speculation import Mode
 from tests.core.answer_world import NAN, NUM_LAYERS, undisturbed
 from tests.core.speculation_world import Guesser, SpeculativeWorld
@@ -239,3 +241,22 @@ async def test_candidates_are_those_for_the_text_as_it_was_when_they_were_asked_
     assert await answer.propose([()], 8)
     assert drafter.calls == ["begin", "propose", "extend", "propose"]
     drafts.close()
+
+
+async def test_candidates_that_a_closed_client_will_never_have_are_an_error() -> None:
+    drafter = Waits()
+    drafts = Drafts(100, [lambda _: drafter])
+    answer = drafts.begin([1, 2], None, 10)
+    running = asyncio.ensure_future(answer.propose([()], 8))
+    pending, unwanted = (asyncio.ensure_future(answer.propose([()], 8)) for _ in range(2))
+    await asyncio.to_thread(drafter.is_asked.wait, 60.0)
+    unwanted.cancel()
+    drafts.close()
+    drafter.may_answer.set()
+    with pytest.raises(NoPeers, match="closed"):
+        await pending
+    with pytest.raises(NoPeers, match="closed"):
+        await answer.propose([()], 8)
+    with pytest.raises(asyncio.CancelledError):
+        await unwanted
+    assert await running
