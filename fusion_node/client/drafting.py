@@ -99,6 +99,10 @@ class Candidate(NamedTuple):
     probability: float
     source: str
 
+    def __repr__(self) -> str:
+        # Without the token: reprs end up in tracebacks and logs.
+        return f"Candidate(probability={self.probability:.3g}, source={self.source!r})"
+
 
 class Calibration(Protocol):
     """What a source's confidence has been worth (scheduler.speculation)."""

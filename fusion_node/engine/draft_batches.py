@@ -15,7 +15,7 @@ from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.draft_data import DraftData, Recording
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Batch:
     """Padded texts.
 

@@ -199,7 +199,7 @@ class DraftTarget:
         return [torch.stack(of_item, dim=1) for of_item in zip(*features, strict=True)], rows
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, repr=False)
 class _Lane:
     """A text under way in its own stretch of the KV pool."""
 

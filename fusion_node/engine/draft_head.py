@@ -38,7 +38,7 @@ MAX_TREE_NODES = 256
 """Live nodes beyond the text."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class _Node:
     """The end of the text, or of a path beyond it.
 
@@ -55,7 +55,7 @@ class _Node:
     after: dict[int, _Node] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class _Pair:
     """A token of the text, and what the target's layers said where it was chosen; one position before its own."""
 

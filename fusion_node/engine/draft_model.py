@@ -48,7 +48,7 @@ MAX_PADDING = 1024
 """Token ids by which vocabularies of one tokenizer may differ: models of one family are padded to different sizes."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class _Node:
     """The end of the text, or of a path beyond it.
 

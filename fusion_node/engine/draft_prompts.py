@@ -7,7 +7,7 @@ of them. Answers in another style than the users' make a worse draft, so whoever
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Prompt:
     """
 
     topic: str
-    text: str
+    text: str = field(repr=False)
     kind: str = "novel"
 
 

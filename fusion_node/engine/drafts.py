@@ -6,7 +6,7 @@ Shapes: T tokens, D hidden size, L tapped layers, K most probable tokens, V voca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -31,11 +31,11 @@ class Verified:
         tap_layers: at least those that a drafter has asked for: n is the row after n layers.
     """
 
-    tokens: Sequence[int]
-    rows_TD: npt.NDArray[np.float32] | None = None
-    taps_TLD: npt.NDArray[np.float32] | None = None
-    top_ids_TK: npt.NDArray[np.int32] | None = None
-    top_probabilities_TK: npt.NDArray[np.float32] | None = None
+    tokens: Sequence[int] = field(repr=False)
+    rows_TD: npt.NDArray[np.float32] | None = field(default=None, repr=False)
+    taps_TLD: npt.NDArray[np.float32] | None = field(default=None, repr=False)
+    top_ids_TK: npt.NDArray[np.int32] | None = field(default=None, repr=False)
+    top_probabilities_TK: npt.NDArray[np.float32] | None = field(default=None, repr=False)
     tap_layers: tuple[int, ...] = ()
 
 

@@ -15,6 +15,7 @@ from fusion_node.client.drafters.recycling import NUM_KEPT, RecyclingDrafter, Re
 from fusion_node.client.drafters.suffix import SuffixDrafter
 from fusion_node.client.drafting import MAX_KEPT_NOISE, Candidate, GumbelNoise, MixedDrafter, check_same_tokens
 from fusion_node.client.sampling import SamplingParams, choose_token, gumbel_noise
+from fusion_node.engine.draft_prompts import Prompt
 from fusion_node.engine.drafts import Proposals, SharedNoise, Verified
 from fusion_node.errors import ConfigError
 from scheduler.speculation import Calibration
@@ -270,3 +271,15 @@ def test_draft_model_with_other_tokens_is_refused_with_how_many_it_shares() -> N
     part = {token: index for token, index in target.items() if index < 500}
     with pytest.raises(ConfigError, match=r"of the model's 1000 tokens it has 500"):
         check_same_tokens(part, target, name="part")
+
+
+def test_no_token_is_in_what_drafters_are_told_and_say_looks_like() -> None:
+    secret = 271828
+    ids = np.array([[secret]], dtype=np.int32)
+    rows = np.full((1, 1), secret, dtype=np.float32)
+    shown = [
+        Verified([secret], rows_TD=rows, taps_TLD=rows[None], top_ids_TK=ids, top_probabilities_TK=rows),
+        Candidate(secret, 0.5, "source"),
+        Prompt("topic", f"text {secret}"),
+    ]
+    assert str(secret) not in repr(shown)
