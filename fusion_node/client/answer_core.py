@@ -786,7 +786,7 @@ class AnswerCore:
                     self._done(event, now)
                     self._hold(now)
                 case TreeStepDone():
-                    self._tree_done(event, now)
+                    self._computed(event, now)
                     self._hold(now)
                 case Fault():
                     self._found_fault(event, now)
@@ -822,19 +822,14 @@ class AnswerCore:
             done = dataclasses.replace(done, has_row=False)  # it is out already
         elif done.has_row:
             self._num_out, self._row_of = done.num_computed, self.places[-1]
+        self._computed(done, now)
+
+    def _computed(self, done: StepDone | TreeStepDone, now: MonotonicS) -> None:
         if self._session is not None and self._session.state is SessionState.READY:
             if done.num_computed > self._num_done:
                 self._policy.progressed()
                 self._accused_at.clear()
             if self._repair is not None and done.num_computed >= self._num_done:
-                self._tell_repaired(now)
-        self._num_done = max(self._num_done, done.num_computed)
-        self._events.append(done)
-
-    def _tree_done(self, done: TreeStepDone, now: MonotonicS) -> None:
-        if self._session is not None and self._session.state is SessionState.READY:
-            self._policy.progressed()
-            if self._repair is not None:
                 self._tell_repaired(now)
         self._num_done = max(self._num_done, done.num_computed)
         self._events.append(done)

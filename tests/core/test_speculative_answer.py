@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from fusion_node.client.drafting import SharedNoise
 from fusion_node.client.speculation import Drafts
 from fusion_node.engine.drafts import Proposals, Verified
-from fusion_node.errors import NoPeers
+from fusion_node.errors import NoPeers, RemoteProtocolError
+from scheduler.repair_core import MAX_REPAIRS
 from scheduler.speculation import Mode
 from tests.core.answer_world import NAN, NUM_LAYERS, undisturbed
 from tests.core.speculation_world import Guesser, SpeculativeWorld
@@ -200,6 +201,27 @@ def test_a_bad_row_that_a_new_route_was_not_asked_for_is_computed_again(mode: Mo
     assert user.error is None
     assert user.is_done
     assert user.tokens == text
+
+
+def test_guesses_that_come_back_do_not_count_as_progress_of_an_answer_that_has_none() -> None:
+    """Else who returns bad rows, with guesses behind them, would be replaced by one like it without end."""
+    world = SpeculativeWorld(1)
+    world.node(0, 3)
+    lasts = [world.node(3, 6) for _ in range(2 * MAX_REPAIRS)]
+    text = undisturbed(PROMPT, 40)
+    user = world.speculate(PROMPT, 40, Guesser((*PROMPT, *text), 0.9, random.Random(1)))
+
+    def on_token(count: int) -> None:
+        if count == 9:
+            user.choose_s = 1.0
+            for node in lasts:
+                node.spoils = True
+
+    user.on_token = on_token
+    world.run(stop=lambda: user.is_done)
+    assert isinstance(user.error, RemoteProtocolError)
+    assert len(user.avoided) == MAX_REPAIRS + 1
+    assert user.tokens == text[: len(user.tokens)]
 
 
 # the thread that drafts
