@@ -125,11 +125,13 @@ class MixedDrafter:
     Args:
         drafters: of this answer, each with another name, the fastest first.
         calibration: shared by all answers of a user, so that a new one begins with what is known.
+        vocabulary: of the target; a drafter that proposes a token beyond it has failed.
     """
 
-    def __init__(self, drafters: Sequence[Drafter], calibration: Calibration) -> None:
+    def __init__(self, drafters: Sequence[Drafter], calibration: Calibration, *, vocabulary: int) -> None:
         self._drafters = list(drafters)
         self._calibration = calibration
+        self._vocabulary = vocabulary
         self._root = _Asked()
 
     @property
@@ -167,7 +169,7 @@ class MixedDrafter:
         for drafter in list(self._drafters):
             if not unsure:
                 break
-            proposals = self._try(drafter, partial(_ask, drafter, [paths[index] for index in unsure], width))
+            proposals = self._try(drafter, partial(self._ask, drafter, [paths[index] for index in unsure], width))
             if proposals is None:
                 continue
             source, still_unsure = drafter.name, []
@@ -199,6 +201,17 @@ class MixedDrafter:
                 after = node.after[token] = _Asked()
             node = after
         return node
+
+    def _ask(self, drafter: Drafter, paths: Sequence[Sequence[int]], width: int) -> Proposals:
+        """Raises ValueError when the drafter does not keep to its contract."""
+        proposals, vocabulary = drafter.propose(paths, width), self._vocabulary
+        if len(proposals) != len(paths):
+            raise ValueError("another number of paths than was asked for")
+        for found in proposals:
+            for token, confidence in found:
+                if not (0 <= token < vocabulary and 0.0 < confidence <= 1.0):
+                    raise ValueError("neither a token nor a confidence")
+        return proposals
 
     def _try(self, drafter: Drafter, call: Callable[[], T]) -> T | None:
         """What the call returns; None when it fails, which it does only once."""
@@ -271,15 +284,3 @@ class _Asked:
     def __init__(self) -> None:
         self.candidates: list[tuple[str, float, int]] = []
         self.after: dict[int, _Asked] = {}
-
-
-def _ask(drafter: Drafter, paths: Sequence[Sequence[int]], width: int) -> Proposals:
-    """Raises ValueError when the drafter does not keep to its contract."""
-    proposals = drafter.propose(paths, width)
-    if len(proposals) != len(paths):
-        raise ValueError("another number of paths than was asked for")
-    for found in proposals:
-        for token, confidence in found:
-            if token < 0 or not 0.0 < confidence <= 1.0:
-                raise ValueError("neither a token nor a confidence")
-    return proposals

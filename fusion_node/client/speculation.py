@@ -23,7 +23,6 @@ MODES: dict[str, tuple[Mode, ...]] = {
     "auto": tuple(Mode),
     "tree": (Mode.TREE,),
     "chain": (Mode.CHAIN,),
-    "plain": (Mode.PLAIN,),
 }
 """What may be asked for, beside OFF, and the modes that are then chosen from by what each brings."""
 
@@ -97,6 +96,7 @@ class Drafts:
         self, vocabulary: int, drafters: Sequence[MakeDrafter] | None = None, *, remembers: bool = True
     ) -> None:
         self._calibration = Calibration()
+        self._vocabulary = vocabulary
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="drafting", initializer=prepare_thread)
         self._makers: list[MakeDrafter] = list(drafters or ())
         if drafters is None:
@@ -112,7 +112,8 @@ class Drafts:
 
     def begin(self, prompt: Sequence[int], noise: SharedNoise | None, num_positions: int) -> AnswerDrafts:
         """For one answer."""
-        mixed = MixedDrafter([make(num_positions) for make in self._makers], self._calibration)
+        drafters = [make(num_positions) for make in self._makers]
+        mixed = MixedDrafter(drafters, self._calibration, vocabulary=self._vocabulary)
         return AnswerDrafts(self._executor, mixed, list(prompt), noise)
 
     def close(self) -> None:

@@ -168,7 +168,9 @@ def test_of_a_candidate_proposed_twice_the_better_calibrated_probability_wins() 
         calibration.record("boaster", 0.8, False)
         calibration.record("modest", 0.3, True)
     mixed = MixedDrafter(
-        [Scripted("boaster", [(1, 0.8), (2, 0.8)]), Scripted("modest", [(3, 0.3), (1, 0.3)])], calibration
+        [Scripted("boaster", [(1, 0.8), (2, 0.8)]), Scripted("modest", [(3, 0.3), (1, 0.3)])],
+        calibration,
+        vocabulary=100,
     )
     mixed.begin([0])
     (found,) = mixed.propose([()], width=8)
@@ -188,7 +190,9 @@ def test_of_a_candidate_proposed_twice_the_better_calibrated_probability_wins() 
 def test_every_candidate_is_merged_once_with_its_best_probability(
     says: list[list[tuple[int, float]]], width: int
 ) -> None:
-    mixed = MixedDrafter([Scripted(f"drafter {index}", said) for index, said in enumerate(says)], Calibration())
+    mixed = MixedDrafter(
+        [Scripted(f"drafter {index}", said) for index, said in enumerate(says)], Calibration(), vocabulary=100
+    )
     mixed.begin([])
     (found,) = mixed.propose([(4, 4)], width)
     expected: dict[int, float] = {}
@@ -208,7 +212,7 @@ def test_record_of_a_source_grows_by_what_the_text_goes_on_with() -> None:
         def record(self, source: str, confidence: float, is_chosen: bool) -> None:
             counts[source, confidence].append(is_chosen)
 
-    mixed = MixedDrafter([Scripted("a", [(7, 0.5), (8, 0.25)])], Counting())
+    mixed = MixedDrafter([Scripted("a", [(7, 0.5), (8, 0.25)])], Counting(), vocabulary=100)
     mixed.begin([1])
     mixed.propose([(), (7,), (8,), (7, 9)], width=2)
     mixed.propose([(7, 9)], width=2)  # asked again, and counted once
@@ -220,7 +224,7 @@ def test_record_of_a_source_grows_by_what_the_text_goes_on_with() -> None:
 
 def test_where_a_fast_drafter_is_sure_the_slow_one_is_not_asked() -> None:
     fast, slow = SuffixDrafter(), Scripted("slow", [(5, 0.5)])
-    mixed = MixedDrafter([fast, slow], Calibration())
+    mixed = MixedDrafter([fast, slow], Calibration(), vocabulary=200)
     passage = list(range(100, 150))
     mixed.begin([*passage, 1, *passage[:20]])
     found = mixed.propose([(), (77,)], width=4)
@@ -233,7 +237,7 @@ def test_where_a_fast_drafter_is_sure_the_slow_one_is_not_asked() -> None:
 def test_drafter_that_fails_is_left_out_and_told_once_without_any_of_the_text(where: str) -> None:
     bad = Scripted("bad", RuntimeError("secret text 424242"), fails_in=where)
     good = Scripted("good", [(3, 0.5)])
-    mixed = MixedDrafter([bad, good], Calibration())
+    mixed = MixedDrafter([bad, good], Calibration(), vocabulary=100)
     with capture_logs() as logs:
         for _ in range(2):
             mixed.begin([424242])
@@ -249,9 +253,11 @@ def test_drafter_that_fails_is_left_out_and_told_once_without_any_of_the_text(wh
     assert not any(secret in str(logs) for secret in ("secret", "424242"))
 
 
-@pytest.mark.parametrize("said", [[(-1, 0.5)], [(1, 0.0)], [(1, float("nan"))], [(1, 1.5)]])
+@pytest.mark.parametrize(
+    "said", [[(-1, 0.5)], [(100, 0.5)], [(10**9, 0.5)], [(1, 0.0)], [(1, float("nan"))], [(1, 1.5)]]
+)
 def test_drafter_that_says_what_none_may_say_is_left_out(said: list[tuple[int, float]]) -> None:
-    mixed = MixedDrafter([Scripted("bad", said)], Calibration())
+    mixed = MixedDrafter([Scripted("bad", said)], Calibration(), vocabulary=100)
     mixed.begin([1])
     with capture_logs() as logs:
         assert mixed.propose([()], width=4) == [[]]
