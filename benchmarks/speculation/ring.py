@@ -189,7 +189,7 @@ class Stage:
         self._start()
 
     def cancel(self, user: User, epoch: int, message: CancelDead) -> None:
-        if epoch == user.epoch and not message.is_leaf:
+        if epoch == user.epoch:
             self._sessions[user].log.cancel(message.root)
 
     def _start(self) -> None:

@@ -178,13 +178,9 @@ class CancelDead:
 
     Attributes:
         root: id of a committed node. Nodes that neither lead to it nor descend from it are dead.
-        last_node: the highest id sent before this.
-        is_leaf: nodes up to that one which descend from the root are dead too.
     """
 
     root: int
-    last_node: int
-    is_leaf: bool
 
 
 SpeculationEvent: TypeAlias = "Frame | Expand | Choose | Commit | CancelDead"
@@ -412,7 +408,7 @@ class SpeculationCore:
         self._events.append(Commit(token, position, self.is_over))
         if self.is_over:
             return
-        self._cancel(before, root)
+        self._cancel(root)
         if root.state is NodeState.RETURNED:
             self._choose()
             return
@@ -581,13 +577,10 @@ class SpeculationCore:
             depth += 1
         return depth
 
-    def _cancel(self, before: TreeNode, root: TreeNode) -> None:
-        if all(node.is_live for node in self._in_flight.values()):
-            return
-        if root.id:
-            self._events.append(CancelDead(root.id, self._last_id, is_leaf=False))
-        elif before.id:
-            self._events.append(CancelDead(before.id, self._last_id, is_leaf=True))
+    def _cancel(self, root: TreeNode) -> None:
+        # A root that was not sent is told by the frame that it leaves in.
+        if root.id and not all(node.is_live for node in self._in_flight.values()):
+            self._events.append(CancelDead(root.id))
 
     def _measure(self, sequence: int, costs: Sequence[StageCost], now: MonotonicS) -> None:
         if len(costs) != len(self._passes):

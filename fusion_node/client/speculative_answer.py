@@ -185,10 +185,8 @@ class SpeculativeShell(AnswerShell):
             match event:
                 case Frame():
                     self.core.append_tree(event, now=self._now())
-                case CancelDead(root=root, is_leaf=False):
+                case CancelDead(root):
                     self.core.cancel(root, now=self._now())
-                case CancelDead():
-                    pass  # no message says it
                 case Expand():
                     # Asked here: what is committed meanwhile is not the text that the paths go on from.
                     self._spawn(self._draft(event, self._drafting.propose(event.paths, event.width)))

@@ -271,7 +271,7 @@ class SpeculativeUser(User):
                 case Frame():
                     self.num_frames_of[self.core.epoch] = self.num_frames_of.get(self.core.epoch, 0) + 1
                     self.core.append_tree(event, now=world.now)
-                case CancelDead() if not event.is_leaf:
+                case CancelDead():
                     self.num_cancels += 1
                     self.core.cancel(event.root, now=world.now)
                 case Expand():

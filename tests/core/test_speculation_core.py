@@ -326,7 +326,7 @@ def test_a_token_that_was_not_guessed_leaves_in_the_call_that_found_out() -> Non
     assert made.frames[-1].tokens[0] == 1004
     assert made.frames[-1].parents[0] == 4
     assert made.frames[-1].advance == made.frames[-1].first_node
-    assert made.cancels == [CancelDead(4, last_node=made.frames[-1].first_node - 1, is_leaf=True)]
+    assert made.cancels == []  # the frame says what is dead
 
 
 def test_guessed_tokens_come_out_with_the_rows_that_are_there() -> None:
@@ -339,6 +339,18 @@ def test_guessed_tokens_come_out_with_the_rows_that_are_there() -> None:
     made.frame_returns(0)
     made.frame_returns(1)
     assert made.commits == [3, 4, 5, 6, 7, 8, 9]
+
+
+def test_a_guessed_token_is_named_to_the_stages_that_compute_others_in_its_place() -> None:
+    made = shell()
+    made.draft(extra=3)
+    made.now = 0.02
+    made.core.handle_timer(now=made.at)
+    made.pump()
+    assert made.frames[1].positions == (4, 4, 4, 4)
+    made.frame_returns(0)
+    assert made.commits == [3, 4]
+    assert made.cancels == [CancelDead(made.frames[1].first_node)]
 
 
 def test_nothing_is_sent_below_what_ends_the_answer() -> None:

@@ -7,15 +7,17 @@ import itertools
 import random
 import threading
 from collections.abc import Sequence
+from typing import get_args
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from fusion_node.cli.options import Speculate
 from fusion_node.client.drafting import SharedNoise
-from fusion_node.client.speculation import Drafts
+from fusion_node.client.speculation import MODES, OFF, Drafts, modes_of
 from fusion_node.engine.drafts import Proposals, Verified
-from fusion_node.errors import NoPeers, RemoteProtocolError
+from fusion_node.errors import ConfigError, NoPeers, RemoteProtocolError
 from scheduler.repair_core import MAX_REPAIRS
 from scheduler.speculation import Mode
 from tests.core.answer_world import NAN, NUM_LAYERS, undisturbed
@@ -222,6 +224,13 @@ def test_guesses_that_come_back_do_not_count_as_progress_of_an_answer_that_has_n
     assert isinstance(user.error, RemoteProtocolError)
     assert len(user.avoided) == MAX_REPAIRS + 1
     assert user.tokens == text[: len(user.tokens)]
+
+
+def test_what_may_be_asked_for_is_what_the_help_names() -> None:
+    (option,) = get_args(Speculate)[1:]
+    assert option.metavar == "|".join((*MODES, OFF))
+    with pytest.raises(ConfigError, match="auto, tree, chain, off"):
+        modes_of("plain")
 
 
 # the thread that drafts
