@@ -4,6 +4,8 @@ A benchmark module defines ``run(quick) -> (checks, data)`` and ends in ``main(.
 
     python -m benchmarks.NAME [--quick] [--json PATH] [--strict]
 
+A package of several such modules ends in ``main_of_groups(...)``, which also takes ``--only NAME ...``.
+
 The exit status is 0 when it ran, whatever the checks say; with ``--strict`` it is 1 when a check is not ok. A benchmark
 with options of its own adds them to ``parser(...)`` and ends in ``finish(...)``. What a machine cannot measure is left
 out of the checks and listed in ``data["skipped"]``, by name with the reason.
@@ -12,6 +14,7 @@ out of the checks and listed in ``data["skipped"]``, by name with the reason.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -19,7 +22,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -125,6 +128,29 @@ def print_table(document: dict[str, Any], console: Console | None = None) -> Non
 def main(name: str, run: Run, *, description: str, argv: Sequence[str] | None = None) -> int:
     """The command line of a benchmark. ``description`` says what is measured and how long the full run takes."""
     arguments = parser(name, description=description).parse_args(argv)
+    return finish(report(name, quick=arguments.quick, run=run), arguments)
+
+
+def main_of_groups(name: str, groups: Mapping[str, str], *, description: str, argv: Sequence[str] | None = None) -> int:
+    """The command line of a benchmark with several groups, which are never mixed up.
+
+    Args:
+        groups: modules with ``run(quick) -> (checks, data)`` by name, in the order in which they are made; each is
+            imported when its turn comes.
+    """
+    options = parser(name, description=description)
+    options.add_argument("--only", nargs="+", choices=list(groups), default=[], help="measure these")
+    arguments = options.parse_args(argv)
+
+    def run(quick: bool) -> tuple[list[Check], dict[str, Any]]:
+        checks: list[Check] = []
+        data: dict[str, Any] = {}
+        for group in arguments.only or groups:
+            print(f"{group} …", file=sys.stderr, flush=True)
+            found, data[group] = importlib.import_module(groups[group]).run(quick)
+            checks += found
+        return checks, data
+
     return finish(report(name, quick=arguments.quick, run=run), arguments)
 
 
