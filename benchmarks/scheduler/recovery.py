@@ -8,14 +8,20 @@ The stall is what a reader of the answer sees: from the fault to the next token,
 includes finding out, opening a session with the node that takes over, and the replay of what that one has to compute
 again. What of it the replay is, this machine's cores decide, on which all six nodes compute; so the share of positions
 that were computed again is told beside it.
+
+Each trial is told as it ends, on one line of standard error and of a file, so that what a campaign had found is there
+when it is cut off.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import statistics
+import sys
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,11 +49,36 @@ QUICK = (
 FULL_ROUNDS = 5
 
 
+class Journal:
+    """Takes trials as they end.
+
+    Args:
+        path: a file that gets one JSON object a line.
+        num_trials: that there will be.
+    """
+
+    def __init__(self, path: Path, num_trials: int) -> None:
+        self._path = path
+        self._num_trials = num_trials
+        self._num_told = 0
+        self._began = time.monotonic()
+        print(f"every trial goes to {path} as it ends", file=sys.stderr, flush=True)
+
+    def tell(self, fault: Fault, place: Place, told: dict[str, Any]) -> None:
+        line = json.dumps({"fault": fault.value, "place": place.value, **told})
+        with self._path.open("a") as file:
+            file.write(line + "\n")
+        self._num_told += 1
+        progress = f"{self._num_told} of {self._num_trials}, {time.monotonic() - self._began:.0f} s"
+        print(f"{progress}: {line}", file=sys.stderr, flush=True)
+
+
 async def trials(
-    swarm: ChaosSwarm, cases: Sequence[tuple[Fault, Place, int]], rounds: int
+    swarm: ChaosSwarm, cases: Sequence[tuple[Fault, Place, int]], rounds: int, path: Path
 ) -> dict[tuple[Fault, Place], list[dict[str, Any]]]:
     """Each case so many times, every second time with sampling. A stage is the case's, and the next one in the next
-    round."""
+    round. What has ended is in the file at ``path``, see Journal."""
+    journal = Journal(path, rounds * len(cases))
     found: dict[tuple[Fault, Place], list[dict[str, Any]]] = defaultdict(list)
     undisturbed = Undisturbed()
     for number in range(rounds):
@@ -60,6 +91,7 @@ async def trials(
             except (FusionError, AssertionError, TimeoutError) as error:
                 told |= {"is_equal": False, "error": f"{type(error).__name__}: {error}"[:300]}
             found[fault, place].append(told)
+            journal.tell(fault, place, told)
     return found
 
 
@@ -114,10 +146,12 @@ def print_summary(rows: Sequence[dict[str, Any]]) -> None:
 
 
 async def _measure(swarm: ChaosSwarm, quick: bool) -> dict[tuple[Fault, Place], list[dict[str, Any]]]:
+    with tempfile.NamedTemporaryFile(prefix="recovery-", suffix=".jsonl", delete=False) as file:
+        path = Path(file.name)
     if quick:
-        return await trials(swarm, QUICK, 1)
+        return await trials(swarm, QUICK, 1, path)
     cases = [(fault, place, index) for fault in Fault for index, place in enumerate(Place)]
-    return await trials(swarm, cases, FULL_ROUNDS)
+    return await trials(swarm, cases, FULL_ROUNDS, path)
 
 
 def run(quick: bool) -> tuple[list[Check], dict[str, Any]]:
