@@ -1,18 +1,12 @@
-"""The loop of speculative decoding: alone with made-up stages, and over rings in a virtual clock."""
+"""The loop of speculative decoding, alone: a shell of tests answers at once what it asks."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
-from benchmarks.speculation.oracle import OracleDrafter, OracleText
-from benchmarks.speculation.ring import Costs, Drafter, World
 from fusion_node.client.speculation_core import (
     MAX_PRICE_S,
     CancelDead,
@@ -30,189 +24,7 @@ from fusion_node.errors import LocalProtocolError
 from fusion_node.types import MonotonicS
 from scheduler.speculation import Mode, ModePolicy
 
-Choice: TypeAlias = Callable[[int, Any], int]
-VOCABULARY = 7
 EOS = 0
-
-
-# the target, and what it says without speculation
-
-
-def target(seed: int | None, has_eos: bool = True) -> Choice:
-    """Greedy, or with noise by seed and position."""
-    least = 0 if has_eos else 1
-    return lambda position, row: least + hash((row, seed, position)) % (VOCABULARY - least)
-
-
-def plain(prompt: Sequence[int], num_stages: int, choose: Choice, stop_position: int) -> list[int]:
-    """The tokens of one machine that computes one row at a time."""
-    seen: list[list[tuple[int, int]]] = [[] for _ in range(num_stages)]
-    tokens = list(prompt)
-    row = 0
-    for position in range(stop_position):
-        if position >= len(tokens):
-            tokens.append(choose(position, row))
-            if tokens[-1] == EOS:
-                break
-        row = hash((17, tokens[position]))
-        for index, contents in enumerate(seen):
-            contents.append((row, position))
-            row = hash((index, tuple(contents)))
-    return tokens[len(prompt) :]
-
-
-class Guesser:
-    """Right about the next token in some share of the cases, sure of itself or not, and silent now and then."""
-
-    def __init__(self, text: Sequence[int], share: float, chance: random.Random) -> None:
-        self._text, self._share, self._chance = text, share, chance
-
-    def propose(
-        self, position: int, paths: Sequence[tuple[int, ...]], width: int
-    ) -> list[list[tuple[int, float, str]]]:
-        return [self._candidates(position, path, width) for path in paths]
-
-    def _candidates(self, position: int, path: tuple[int, ...], width: int) -> list[tuple[int, float, str]]:
-        chance = self._chance
-        if chance.random() < 0.05:
-            return []
-        tokens = chance.sample(range(VOCABULARY), min(width, chance.randint(1, VOCABULARY)))
-        at = position + len(path)
-        if at < len(self._text) and tuple(self._text[position:at]) == path:
-            right = self._text[at]
-            tokens = [token for token in tokens if token != right]
-            if chance.random() < self._share:
-                tokens.insert(0, right)
-        return [(token, chance.choice((1.0, 0.9, 0.5, 0.2, 0.01)), "guess") for token in tokens]
-
-
-rings = st.builds(
-    Costs,
-    num_stages=st.sampled_from((1, 2, 3, 5)),
-    round_trip_s=st.sampled_from((0.0, 0.01, 0.06)),
-    fixed_s=st.sampled_from((0.001, 0.008)),
-    row_s=st.sampled_from((0.0, 0.0005, 0.005)),
-    wire_row_s=st.sampled_from((0.0, 0.0007)),
-    draft_s=st.sampled_from((0.004, 0.03)),
-    user_s=st.just(0.0005),
-    jitter_s=st.sampled_from((0.0, 0.02)),
-    lost_cancels=st.sampled_from((0.0, 0.5, 1.0)),
-    doubled_cancels=st.sampled_from((0.0, 0.5)),
-)
-
-
-@given(
-    costs=rings,
-    seed=st.integers(0, 2**32 - 1),
-    share=st.sampled_from((0.0, 0.5, 1.0)),
-    noise=st.none() | st.integers(0, 5),
-    modes=st.sampled_from(((Mode.TREE,), (Mode.CHAIN,), (Mode.PLAIN,), tuple(Mode))),
-    num_prompt=st.integers(1, 4),
-    num_tokens=st.integers(1, 14),
-    has_eos=st.booleans(),
-    spare=st.sampled_from((0, 1, 5, 400)),
-    max_in_flight=st.sampled_from((1, 8, 256)),
-    interruptions=st.lists(st.tuples(st.floats(0.0, 0.5), st.integers(0, 6), st.sampled_from((0.0, 0.05))), max_size=2),
-)
-@settings(max_examples=500, deadline=None)
-@example(  # a sure candidate was put before its parent, which was sent again after an interruption
-    costs=Costs(3, 0.0, fixed_s=0.001, row_s=0.0, wire_row_s=0.0007, draft_s=0.004, user_s=0.0005, jitter_s=0.02),
-    seed=202642486,
-    share=0.5,
-    noise=5,
-    modes=(Mode.TREE,),
-    num_prompt=1,
-    num_tokens=11,
-    has_eos=True,
-    spare=1,
-    max_in_flight=256,
-    interruptions=[(0.0, 1, 0.0)],
-)
-def test_any_drafter_delay_mode_and_fault_leave_the_text_as_it_is(
-    costs: Costs,
-    seed: int,
-    share: float,
-    noise: int | None,
-    modes: tuple[Mode, ...],
-    num_prompt: int,
-    num_tokens: int,
-    has_eos: bool,
-    spare: int,
-    max_in_flight: int,
-    interruptions: list[tuple[float, int, float]],
-) -> None:
-    chance = random.Random(seed)
-    prompt = [chance.randrange(1, VOCABULARY) for _ in range(num_prompt)]
-    stop_position = num_prompt + num_tokens
-    choose = target(noise, has_eos)
-    text = plain(prompt, costs.num_stages, choose, stop_position)
-    world = World(costs, seed=seed, digests=True)
-    user = world.add(
-        prompt,
-        drafter=Guesser([*prompt, *text], share, chance),
-        choose=choose,
-        stop_position=stop_position,
-        max_positions=stop_position + spare,
-        stop_tokens=frozenset((EOS,)),
-        max_in_flight=max_in_flight,
-        policy=ModePolicy(modes),
-    )
-    for at_s, num_lost, pause_s in interruptions:
-        world.clock.at(at_s, partial(world.interrupt, user, num_lost, pause_s))
-    world.clock.run(until_s=60.0)
-    assert user.tokens == text
-    assert user.core.is_over
-
-
-class Knows:
-    """Always right, and sure of it."""
-
-    def __init__(self, text: Sequence[int]) -> None:
-        self._text = text
-
-    def propose(
-        self, position: int, paths: Sequence[tuple[int, ...]], width: int
-    ) -> list[list[tuple[int, float, str]]]:
-        places = (position + len(path) for path in paths)
-        return [[(self._text[at], 0.95, "x")] if at < len(self._text) else [] for at in places]
-
-
-class KnowsNothing:
-    """Always wrong, and sure of it."""
-
-    def propose(
-        self, position: int, paths: Sequence[tuple[int, ...]], width: int
-    ) -> list[list[tuple[int, float, str]]]:
-        return [[(VOCABULARY, 0.95, "x")] for _ in paths]
-
-
-def test_a_good_drafter_brings_many_times_the_speed_and_a_bad_one_costs_little() -> None:
-    prompt, choose = [1, 2], target(None, has_eos=False)
-    text = plain(prompt, 3, choose, 80)
-
-    def seconds(drafter: Drafter, modes: tuple[Mode, ...]) -> float:
-        world = World(Costs(3, 0.05), seed=1, digests=True)
-        user = world.add(
-            prompt,
-            drafter=drafter,
-            choose=choose,
-            stop_position=80,
-            max_positions=500,
-            stop_tokens=frozenset((EOS,)),
-            policy=ModePolicy(modes),
-        )
-        world.clock.run()
-        assert user.finished_at is not None
-        return user.finished_at
-
-    knows = Knows([*prompt, *text])
-    without = seconds(knows, (Mode.PLAIN,))
-    assert seconds(knows, (Mode.TREE,)) < without / 8
-    assert seconds(knows, (Mode.CHAIN,)) < without / 2
-    assert seconds(KnowsNothing(), tuple(Mode)) < 1.06 * without
-
-
-# the loop alone
 
 
 class Shell:
@@ -241,6 +53,12 @@ class Shell:
                     self.commits.append(token)
                 case CancelDead():
                     self.cancels.append(event)
+
+    def tick(self, now: float) -> None:
+        """It is then, and the timer of the core is called."""
+        self.now = now
+        self.core.handle_timer(now=self.at)
+        self.pump()
 
     @property
     def at(self) -> MonotonicS:
@@ -308,20 +126,22 @@ def test_a_node_is_sent_with_its_parent_when_the_next_pass_is_due() -> None:
     assert len(made.frames) == 1, "the first frame's pass is not over"
     timer = made.core.get_timer()
     assert timer is not None
-    made.now = timer
-    made.core.handle_timer(now=made.at)
-    made.pump()
+    made.tick(timer)
     assert made.frames[1] == Frame(5, 5, (4, 5), (4, 5), (4, 5), 0, (5, 6))
 
 
-def test_a_token_that_was_not_guessed_leaves_in_the_call_that_found_out() -> None:
+def corrected(extra: int = 0) -> Shell:
+    """Its first guess, and so many beside it, were sent and wrong."""
     made = shell()
-    made.draft()
-    made.now = 0.02
-    made.core.handle_timer(now=made.at)
-    made.pump()
+    made.draft(extra=extra)
+    made.tick(0.02)
     made.now = 0.1
     made.frame_returns(0, wrong=frozenset((4,)))
+    return made
+
+
+def test_a_token_that_was_not_guessed_leaves_in_the_call_that_found_out() -> None:
+    made = corrected()
     assert made.commits == [3, 1004]
     assert made.frames[-1].tokens[0] == 1004
     assert made.frames[-1].parents[0] == 4
@@ -333,9 +153,7 @@ def test_guessed_tokens_come_out_with_the_rows_that_are_there() -> None:
     made = shell()
     for _ in range(5):
         made.draft()
-    made.now = 0.02
-    made.core.handle_timer(now=made.at)
-    made.pump()
+    made.tick(0.02)
     made.frame_returns(0)
     made.frame_returns(1)
     assert made.commits == [3, 4, 5, 6, 7, 8, 9]
@@ -344,9 +162,7 @@ def test_guessed_tokens_come_out_with_the_rows_that_are_there() -> None:
 def test_a_guessed_token_is_named_to_the_stages_that_compute_others_in_its_place() -> None:
     made = shell()
     made.draft(extra=3)
-    made.now = 0.02
-    made.core.handle_timer(now=made.at)
-    made.pump()
+    made.tick(0.02)
     assert made.frames[1].positions == (4, 4, 4, 4)
     made.frame_returns(0)
     assert made.commits == [3, 4]
@@ -357,9 +173,7 @@ def test_nothing_is_sent_below_what_ends_the_answer() -> None:
     made = shell(stop_position=6)
     for _ in range(2):
         made.draft()
-    made.now = 1.0
-    made.core.handle_timer(now=made.at)
-    made.pump()
+    made.tick(1.0)
     assert [frame.positions for frame in made.frames] == [(3,), (4,)]
     made.frame_returns(0)
     made.frame_returns(1)
@@ -371,9 +185,7 @@ def test_nothing_is_sent_below_what_ends_the_answer() -> None:
 def test_an_end_of_text_that_was_guessed_is_not_sent() -> None:
     made = shell(stop_tokens=frozenset((4,)))
     made.draft()
-    made.now = 1.0
-    made.core.handle_timer(now=made.at)
-    made.pump()
+    made.tick(1.0)
     assert len(made.frames) == 1
     made.frame_returns()
     assert made.commits == [3, 4]
@@ -387,9 +199,7 @@ def test_a_dear_row_keeps_improbable_nodes_back() -> None:
         made.frame_returns(costs=[StageCost(0.01, price_s)] * 2)
         for _ in range(3):
             made.draft(extra=3)
-        made.now = 1.0
-        made.core.handle_timer(now=made.at)
-        made.pump()
+        made.tick(1.0)
         return sum(len(frame.tokens) for frame in made.frames)
 
     assert num_sent(0.05) < num_sent(0.0001)
@@ -467,9 +277,7 @@ def test_after_a_restart_lost_tokens_and_the_live_tree_are_sent_again() -> None:
     made = shell()
     for _ in range(4):
         made.draft()
-    made.now = 0.02
-    made.core.handle_timer(now=made.at)
-    made.pump()
+    made.tick(0.02)
     made.frame_returns(0)
     assert made.commits == [3, 4]
     assert made.core.committed_ids(2) == (3, 4, 5)
@@ -506,28 +314,6 @@ def test_stages_cannot_hold_what_was_never_committed() -> None:
         made.core.restart(9, next_sequence=9, now=made.at)
 
 
-def test_many_users_of_one_ring_send_fewer_rows_each_and_get_more_tokens_in_all() -> None:
-    def rates(num_users: int) -> tuple[float, float]:
-        world = World(Costs(2, 0.05, row_s=0.0005), seed=1)
-        for seed in range(num_users):
-            world.add(
-                [1],
-                drafter=OracleDrafter(0.8, OracleText(0.8, 200, seed), seed),
-                choose=lambda position, row: 0,
-                stop_position=10_000,
-                max_positions=20_000,
-                stop_tokens=frozenset(),
-            )
-        world.clock.run(until_s=1.0)
-        tokens = sum(user.core.stats.num_tokens for user in world.users)
-        rows = sum(user.core.stats.num_rows for user in world.users)
-        return tokens, rows / tokens
-
-    (alone, rows_alone), (together, rows_together) = rates(1), rates(6)
-    assert together > 2 * alone
-    assert rows_together < 0.9 * rows_alone
-
-
 def test_a_row_that_cannot_be_used_is_awaited_again() -> None:
     made = shell()
     made.now = 0.1
@@ -544,13 +330,7 @@ def test_a_row_that_cannot_be_used_is_awaited_again() -> None:
 
 
 def test_nodes_below_a_token_that_is_being_chosen_from_hang_on_its_new_name() -> None:
-    made = shell()
-    made.draft()
-    made.now = 0.02
-    made.core.handle_timer(now=made.at)
-    made.pump()
-    made.now = 0.1
-    made.frame_returns(0, wrong=frozenset((4,)))
+    made = corrected()
     correction = made.frames[-1]
     assert correction.first_node > 5
     made.core.returned(correction.sequence, [(correction.first_node, "row")], now=made.at)
@@ -560,9 +340,7 @@ def test_nodes_below_a_token_that_is_being_chosen_from_hang_on_its_new_name() ->
     made.pump()
     made.draft()
     made.draft()
-    made.now = 2.0
-    made.core.handle_timer(now=made.at)
-    made.pump()
+    made.tick(2.0)
     frame = made.frames[-1]
     assert (frame.sequence, frame.first_node) == (20, 6)
     assert frame.parents[0] == 5
@@ -608,13 +386,7 @@ def test_an_unfit_row_of_a_token_that_is_to_be_sent_again_is_awaited_from_then_o
 
 
 def test_dead_nodes_whose_rows_were_left_out_are_not_in_flight_any_more() -> None:
-    made = shell()
-    made.draft(extra=2)
-    made.now = 0.02
-    made.core.handle_timer(now=made.at)
-    made.pump()
-    made.now = 0.1
-    made.frame_returns(0, wrong=frozenset((4,)))
+    made = corrected(extra=2)
     guesses, correction = made.frames[-2:]
     assert guesses.want
     made.core.returned(guesses.sequence, [], now=made.at)
