@@ -38,13 +38,15 @@ class Returned:
 
     Attributes:
         sender: the last stage then.
-        work: what the chooser keeps of them.
+        plain: the payload without its compression; None until a row was asked for.
+        logits: of rows that were multiplied by the head before their turn, by index.
     """
 
     tensor: TensorMeta
-    payload: memoryview
+    payload: memoryview = field(repr=False)
     sender: PeerId
-    work: dict[int, Any] = field(default_factory=dict, repr=False)
+    plain: memoryview | None = field(default=None, repr=False)
+    logits: dict[int, Any] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)

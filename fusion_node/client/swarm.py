@@ -13,32 +13,30 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, aclosing, contextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 import msgspec
 import structlog
 
 from fusion_node.client.answer import AnswerShell, EncodedRows
-from fusion_node.client.answer_core import (
-    AnswerCore,
-)
+from fusion_node.client.answer_core import AnswerCore
 from fusion_node.client.answer_routes import Answer, AnswerRoutes, Work
 from fusion_node.client.claims_file import path_of
 from fusion_node.client.connection import MeasuredNode, SwarmConnection, ways_in
-from fusion_node.client.drafters.recycling import most_probable
 from fusion_node.client.drafting import GumbelNoise, check_same_tokens
 from fusion_node.client.generation import Generation, GenerationStats, RepairReport, StageReport
 from fusion_node.client.plan_view import PlanView, view_of
 from fusion_node.client.prefix_cache_core import MIN_POSITIONS, PrefixCache
 from fusion_node.client.routing import Router
+from fusion_node.client.row_chooser import RowChooser, exact_rows
 from fusion_node.client.sampling import SamplingParams, choose_token
 from fusion_node.client.speculation import TREE_POSITIONS, Drafts, MakeDrafter, SpeculationReport, modes_of
 from fusion_node.client.speculation_core import SpeculationCore
-from fusion_node.client.speculative_answer import Chosen, ReturnedRow, RowUnfit, SpeculativeShell
+from fusion_node.client.speculative_answer import SpeculativeShell
 from fusion_node.client.text_stream import TextStream
 from fusion_node.client.tokenizer import ChatMessage, Tokenizer
 from fusion_node.client.user_rules import UserRules, objective_of
@@ -46,7 +44,6 @@ from fusion_node.engine.architectures import first_layers, load_config, max_posi
 from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.device import choose_device, prepare_thread, set_threads
 from fusion_node.engine.draft_model import DraftModel
-from fusion_node.engine.drafts import Verified
 from fusion_node.engine.numerics import numerics_class
 from fusion_node.engine.tensor_codec import RowsNotFinite, decode_rows, encode_rows
 from fusion_node.errors import ConfigError, ContextTooLong, NoPeers
@@ -64,10 +61,6 @@ PLAN_TTL_S = 3600.0
 
 SAVE_EVERY_S = 60.0
 """Between two answers after which what was measured of nodes is written: what a killed process has learned is lost."""
-
-MAX_AHEAD = 7
-"""Rows that are multiplied by the LM head beside the one that is needed: on two cores eight take little longer than
-one, because the head has to be read once."""
 
 T = TypeVar("T")
 
@@ -167,6 +160,8 @@ class SwarmClient:
         self._first_layers = first_layers(config)
         self._hidden_size: int = config.hidden_size
         self._vocabulary: int = config.vocab_size
+        self._exact_rows = 1
+        """Whose logits may be computed together where answers are speculated on; known once the boundary is loaded."""
         self._policies: list[ModePolicy] = []
         """Of answers that are over: what each mode brings is known from the beginning then."""
         self._drafts = None if self._modes is None else Drafts(config.vocab_size, drafters, remembers=prefix_cache)
@@ -282,6 +277,8 @@ class SwarmClient:
         set_threads(self._threads)
         boundary = Boundary.load(self.model, numerics=self._numerics, device=self._device)
         self._router.user_step_s = _step_seconds(boundary)
+        if self._drafts is not None:
+            self._exact_rows = exact_rows(boundary, self._vocabulary)
         tokenizer = Tokenizer(self.model.path)
         if self._draft_source is not None and self._drafts is not None:
             source = self._draft_source
@@ -496,7 +493,16 @@ class SwarmClient:
             on_compute=self._on_compute,
             on_event=partial(routes.note, core),
             speculation=speculation,
-            chooser=_Chooser(self, boundary, work),
+            chooser=RowChooser(
+                boundary,
+                answer.all_ids,
+                params,
+                seed=work.stats.seed,
+                as_dtype=self._numerics.wire_dtype,
+                max_rows=self._exact_rows,
+                on_compute=self._on_compute,
+                observe_step=self._router.observe_user_step,
+            ),
             drafting=drafting,
             embed_tokens=partial(self._embed, boundary),
             on_commit=answer.all_ids.append,
@@ -556,60 +562,9 @@ class SwarmClient:
         ends = is_last or (token in self._eos_ids and not work.params.ignore_eos)
         return token, None if ends else self._embed(boundary, [token])
 
-    def _choose(
-        self, boundary: Boundary, work: Work, position: int, row: ReturnedRow, ahead: Sequence[ReturnedRow]
-    ) -> Chosen:
-        """From a returned row to the next token. Rows ahead are multiplied by the head in the same pass."""
-        as_dtype = self._numerics.wire_dtype
-        try:
-            row_D = _decoded(row, as_dtype)
-        except (RowsNotFinite, WireError) as error:
-            raise RowUnfit(str(error)) from error
-        logits_V = row.of.work.pop(row.index, None)
-        if logits_V is None:
-            rows, decoded = [row], [row_D]
-            for each in ahead[:MAX_AHEAD]:
-                with suppress(RowsNotFinite, WireError):  # told when it is its turn, which may never come
-                    if each.index not in each.of.work:
-                        decoded.append(_decoded(each, as_dtype))
-                        rows.append(each)
-            logits_TV = boundary.logits_of(decoded)
-            logits_V = logits_TV[0]
-            for each, logits in zip(rows[1:], logits_TV[1:], strict=True):
-                each.of.work[each.index] = logits
-        seen = work.answer.all_ids
-        token = choose_token(logits_V, work.params, seed=work.stats.seed, position=position, seen=seen)
-        ids_1K, probabilities_1K = most_probable(logits_V[None])
-        return Chosen(Verified([token], row_D.float().numpy()[None], None, ids_1K, probabilities_1K))
-
-
-class _Chooser:
-    """Chooses the tokens of one answer on the compute thread."""
-
-    def __init__(self, client: SwarmClient, boundary: Boundary, work: Work) -> None:
-        self._client = client
-        self._boundary = boundary
-        self._work = work
-
-    async def choose(self, position: int, row: ReturnedRow, ahead: Sequence[ReturnedRow]) -> Chosen:
-        """See Chooser."""
-        client = self._client
-        began = time.perf_counter()
-        chosen = await client._on_compute(client._choose, self._boundary, self._work, position, row, list(ahead))
-        client._router.observe_user_step(time.perf_counter() - began)
-        return chosen
-
 
 class _RowRefused(Exception):
     """A row that came back is unfit: its sender's fault, unlike anything that goes wrong afterwards."""
-
-
-def _decoded(row: ReturnedRow, as_dtype: str) -> Any:
-    """A row of a message as a tensor ``[D]``: all of the message is decoded with the first of its rows."""
-    rows_TD = row.of.work.get(-1)
-    if rows_TD is None:
-        rows_TD = row.of.work[-1] = decode_rows(row.of.tensor, row.of.payload, as_dtype=as_dtype)
-    return rows_TD[row.index]
 
 
 def _step_seconds(boundary: Boundary) -> float:
