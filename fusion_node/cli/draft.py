@@ -97,8 +97,8 @@ def train(
     """Train a draft head for a model. Interrupted, it goes on when the same command is run again."""
     from fusion_node.engine.draft_data import DataSettings, DraftData
     from fusion_node.engine.draft_estimate import estimate as estimate_training
+    from fusion_node.engine.draft_head_files import CONFIG_FILE
     from fusion_node.engine.draft_training import Trainer, TrainingSettings
-    from fusion_node.engine.trained_head import CONFIG_FILE
     from fusion_node.store.files import remove_tree
 
     settings = TrainingSettings(epochs=epochs, draft_vocab=draft_vocab, learning_rate=learning_rate, seed=seed)

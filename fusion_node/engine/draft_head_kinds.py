@@ -17,6 +17,7 @@ llama_eagle3.py; SGLang, models/llama_eagle3.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,22 +26,27 @@ import msgspec
 import torch
 import torch.nn.functional as F
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from transformers import AutoConfig, PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from fusion_node.engine.boundary import Boundary
-from fusion_node.engine.trained_head import MAX_CONFIG_BYTES, TrainedHead
+from fusion_node.engine.draft_head_files import CONFIG_FILE, HeadTensors, read_config
+from fusion_node.engine.trained_head import TrainedHead
 from fusion_node.errors import ConfigError
 
-CONFIG_FILE = "config.json"
 OWN_MODEL_TYPE = "fusion_draft_head"
 
 MAX_HEAD_LAYERS = 8
 """Decoder layers: published heads have one, some four."""
 
-Tensors = Mapping[str, torch.Tensor]
+_LLAMA_SETTINGS = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers",
+    "vocab_size", "rms_norm_eps", "hidden_act", "max_position_embeddings", "rope_theta", "rope_scaling",
+    "rope_parameters",
+)  # fmt: skip
+"""Of a published configuration; nothing else of it reaches transformers, which acts on what it is told."""
+
+Shapes = Mapping[str, tuple[int, ...]]
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Layer, queries ``[N, T, H]``, keys and values ``[K, T, H]``; gives ``[T, N, H]``."""
@@ -106,9 +112,14 @@ def load_kind(
         head = TrainedHead.load(folder, device=boundary.device)
         head.check_target(hidden_size=hidden_size, vocab_size=vocabulary, num_layers=num_layers, model_id=model_id)
         return OwnHead(head, boundary)
-    tensors = _read_tensors(folder)
     return EagleHead(
-        folder, settings, tensors, boundary, hidden_size=hidden_size, vocabulary=vocabulary, num_layers=num_layers
+        folder,
+        settings,
+        _eagle_tensors(folder),
+        boundary,
+        hidden_size=hidden_size,
+        vocabulary=vocabulary,
+        num_layers=num_layers,
     )
 
 
@@ -123,7 +134,7 @@ class EagleHead:
         self,
         folder: Path,
         settings: dict[str, Any],
-        tensors: Tensors,
+        stored: HeadTensors,
         boundary: Boundary,
         *,
         hidden_size: int,
@@ -133,7 +144,7 @@ class EagleHead:
         config = _llama_config(folder, settings)
         self._config = config
         self._boundary = boundary
-        self.is_eagle3 = "layers.0.hidden_norm.weight" in tensors
+        self.is_eagle3 = "layers.0.hidden_norm.weight" in stored.shapes
         self.name = "eagle3" if self.is_eagle3 else "eagle"
         self.vocabulary = vocabulary
         self.dtype, self.device = boundary.numerics.dtype, boundary.device
@@ -143,20 +154,16 @@ class EagleHead:
         self._norms_residual = bool(settings.get("norm_before_residual", False))
         self.feature_layers = _feature_layers(folder, settings, num_layers) if self.is_eagle3 else (num_layers,)
         _check_sizes(folder, config, settings, self.is_eagle3, hidden_size=hidden_size, vocabulary=vocabulary)
-        draft_vocabulary = int(settings.get("draft_vocab_size") or config.vocab_size) if self.is_eagle3 else vocabulary
-        _check_shapes(folder, tensors, self._shapes(hidden_size, draft_vocabulary, tensors))
-        self.token_ids = _token_ids(folder, tensors, draft_vocabulary, vocabulary) if self.is_eagle3 else None
-        self._w = {
-            name: tensor.to(device=self.device, dtype=self.dtype)
-            for name, tensor in tensors.items()
-            if name not in ("d2t", "t2d", "embed_tokens.weight")
-        }
+        draft_vocabulary = _draft_vocabulary(folder, settings, vocabulary) if self.is_eagle3 else vocabulary
+        tensors = stored.read(self._shapes(hidden_size, draft_vocabulary, stored.shapes))
+        self.token_ids = _token_ids(folder, stored, draft_vocabulary, vocabulary) if self.is_eagle3 else None
         # The target's embedding does, unless the head is of another width.
-        self._embedding = tensors["embed_tokens.weight"] if config.hidden_size != hidden_size else None
+        self._embedding = tensors.pop("embed_tokens.weight", None)
+        self._w = {name: tensor.to(device=self.device, dtype=self.dtype) for name, tensor in tensors.items()}
         if self.is_eagle3 and "lm_head.weight" not in tensors:
             ids = range(vocabulary) if self.token_ids is None else self.token_ids.tolist()
             self._w["lm_head.weight"] = boundary.head_rows(list(ids)).to(self.dtype)
-        self._rotary = LlamaRotaryEmbedding(config).to(self.device)
+        self._rotary = _rotary(folder, config).to(self.device)
 
     def embed(self, tokens: Sequence[int]) -> torch.Tensor:
         """See HeadKind."""
@@ -217,7 +224,7 @@ class EagleHead:
         out = F.rms_norm(x.float(), x.shape[1:], self._w[f"{name}.weight"].float(), self._config.rms_norm_eps)
         return out.to(self.dtype)
 
-    def _shapes(self, target_size: int, draft_vocabulary: int, tensors: Tensors) -> dict[str, tuple[int, ...]]:
+    def _shapes(self, target_size: int, draft_vocabulary: int, stored: Shapes) -> dict[str, tuple[int, ...]]:
         """Every tensor that the configuration needs."""
         config = self._config
         size, inner = config.hidden_size, config.intermediate_size
@@ -237,15 +244,15 @@ class EagleHead:
                 f"{name}.mlp.down_proj.weight": (size, inner),
                 f"{name}.post_attention_layernorm.weight": (size,),
             }
-            if self.is_eagle3 or layer > 0 or f"{name}.input_layernorm.weight" in tensors:
+            if self.is_eagle3 or layer > 0 or f"{name}.input_layernorm.weight" in stored:
                 shapes[f"{name}.input_layernorm.weight"] = (size,)
         if self.is_eagle3:
             shapes |= {"layers.0.hidden_norm.weight": (size,), "norm.weight": (size,)}
-            if "lm_head.weight" in tensors:
+            if "lm_head.weight" in stored:
                 shapes["lm_head.weight"] = (draft_vocabulary, size)
         if size != target_size:
             shapes["embed_tokens.weight"] = (config.vocab_size, size)
-        biases = {name: tensor.shape[:1] for name, tensor in tensors.items() if name.endswith(".bias")}
+        biases = [name for name in stored if name.endswith(".bias")]
         return shapes | {name: shapes.get(f"{name[:-5]}.weight", ())[:1] for name in biases}
 
 
@@ -292,22 +299,15 @@ class OwnHead:
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG_FILE
+    data = read_config(folder)
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_CONFIG_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{folder} holds no draft head: {CONFIG_FILE} cannot be read") from error
-    try:
-        if len(data) > MAX_CONFIG_BYTES:
-            raise ValueError("too large")
         return msgspec.json.decode(data, type=dict[str, Any])
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not the configuration of a draft head") from error
+        raise ConfigError(f"{folder / CONFIG_FILE} is not the configuration of a draft head") from error
 
 
-def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of the one safetensors file, under one name whoever wrote it."""
+def _eagle_tensors(folder: Path) -> HeadTensors:
+    """Of the one safetensors file, under one name whoever wrote it."""
     files = sorted(folder.glob("*.safetensors"))
     if not files and any(folder.glob("*.bin")):
         raise ConfigError(
@@ -316,37 +316,30 @@ def _read_tensors(folder: Path) -> dict[str, torch.Tensor]:
         )
     if len(files) != 1:
         raise ConfigError(f"{folder} holds {len(files)} safetensors files; a draft head has one")
-    try:
-        stored = load_file(files[0])
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"{files[0]} cannot be read: fetch it again") from error
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in stored.items():
-        short = name.removeprefix("model.")
-        short = "layers.0." + short.removeprefix("midlayer.") if short.startswith("midlayer.") else short
-        if short in tensors:
-            raise ConfigError(f"{files[0]} holds {short} twice")
-        if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-            raise ConfigError(f"tensor {name} of {files[0]} is not finite: fetch it again")
-        tensors[short] = tensor
-    if "fc.weight" not in tensors or "layers.0.self_attn.q_proj.weight" not in tensors:
+    stored = HeadTensors(files[0], _short_name)
+    if "fc.weight" not in stored.shapes or "layers.0.self_attn.q_proj.weight" not in stored.shapes:
         raise ConfigError(
             f"{folder} holds no EAGLE head: it has no fc or no decoder layer. EAGLE, EAGLE-2 and EAGLE-3 checkpoints "
             "are read, and what `fusion-node draft train` makes"
         )
-    return tensors
+    return stored
+
+
+def _short_name(name: str) -> str:
+    short = name.removeprefix("model.")
+    return "layers.0." + short.removeprefix("midlayer.") if short.startswith("midlayer.") else short
 
 
 def _llama_config(folder: Path, settings: dict[str, Any]) -> PretrainedConfig:
     """Of the head's layers; speculators write it into a part of its own."""
     inner = settings.get("transformer_layer_config")
-    wanted = dict(inner if isinstance(inner, dict) else settings)
-    wanted.pop("model_type", None)
+    found = inner if isinstance(inner, dict) else settings
+    wanted = {name: found[name] for name in _LLAMA_SETTINGS if name in found}
     try:
         config: PretrainedConfig = AutoConfig.for_model("llama", **wanted)
         sizes = (config.hidden_size, config.intermediate_size, config.vocab_size, config.head_dim, config.rms_norm_eps)
         is_sound = (
-            all(value > 0 for value in sizes)
+            all(0 < value < math.inf for value in sizes)
             and 1 <= config.num_hidden_layers <= MAX_HEAD_LAYERS
             and config.num_key_value_heads >= 1
             and config.num_attention_heads % config.num_key_value_heads == 0
@@ -359,6 +352,24 @@ def _llama_config(folder: Path, settings: dict[str, Any]) -> PretrainedConfig:
     if config.hidden_act != "silu":
         raise ConfigError(f"{folder} is a head with the activation {config.hidden_act!r}, which is not read: silu is")
     return config
+
+
+def _rotary(folder: Path, config: PretrainedConfig) -> LlamaRotaryEmbedding:
+    try:
+        rotary = LlamaRotaryEmbedding(config)
+        is_sound = bool(torch.isfinite(rotary.inv_freq).all()) and math.isfinite(rotary.attention_scaling)
+    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError) as error:
+        raise ConfigError(f"{folder / CONFIG_FILE}: its rotary positions are of a kind that is not read") from error
+    if not is_sound:
+        raise ConfigError(f"{folder / CONFIG_FILE}: its rotary positions are not finite")
+    return rotary
+
+
+def _draft_vocabulary(folder: Path, settings: dict[str, Any], vocabulary: int) -> int:
+    found = settings.get("draft_vocab_size") or vocabulary
+    if not isinstance(found, int) or not 1 <= found <= vocabulary:
+        raise ConfigError(f"{folder / CONFIG_FILE}: its draft vocabulary is not a part of the model's {vocabulary}")
+    return found
 
 
 def _feature_layers(folder: Path, settings: dict[str, Any], num_layers: int) -> tuple[int, ...]:
@@ -400,31 +411,10 @@ def _check_sizes(
         )
 
 
-def _check_shapes(folder: Path, tensors: Tensors, wanted: Mapping[str, tuple[int, ...]]) -> None:
-    for name, shape in wanted.items():
-        if name not in tensors:
-            raise ConfigError(f"{folder} lacks {name}, which its {CONFIG_FILE} needs: fetch it again")
-        if tuple(tensors[name].shape) != shape or not tensors[name].is_floating_point():
-            raise ConfigError(
-                f"{name} of {folder} has the shape {tuple(tensors[name].shape)}, "
-                f"but its {CONFIG_FILE} needs {shape}: fetch it again"
-            )
-
-
-def _token_ids(folder: Path, tensors: Tensors, draft_vocabulary: int, vocabulary: int) -> torch.Tensor | None:
+def _token_ids(folder: Path, stored: HeadTensors, draft_vocabulary: int, vocabulary: int) -> torch.Tensor | None:
     """Of the draft vocabulary's places; None where it is the target's."""
-    offsets = tensors.get("d2t")
-    if offsets is None:
-        if draft_vocabulary != vocabulary:
-            raise ConfigError(f"{folder} lacks d2t, which says what its {draft_vocabulary} draft tokens mean")
-        return None
-    if offsets.shape != (draft_vocabulary,) or offsets.is_floating_point():
-        raise ConfigError(f"d2t of {folder} does not say what its {draft_vocabulary} draft tokens mean")
-    ids = offsets.long() + torch.arange(draft_vocabulary)
-    known = tensors.get("t2d")
-    is_sound = bool((ids >= 0).all()) and bool((ids < vocabulary).all()) and len(set(ids.tolist())) == len(ids)
-    if is_sound and known is not None:
-        is_sound = known.shape == (vocabulary,) and bool(known[ids].all()) and int(known.bool().sum()) == len(ids)
-    if not is_sound:
-        raise ConfigError(f"d2t and t2d of {folder} contradict each other, or the model's vocabulary: fetch it again")
-    return ids
+    if "d2t" in stored.shapes:
+        return stored.token_ids(draft_vocabulary, vocabulary)
+    if draft_vocabulary != vocabulary:
+        raise ConfigError(f"{folder} lacks d2t, which says what its {draft_vocabulary} draft tokens mean")
+    return None

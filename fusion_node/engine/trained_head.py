@@ -26,14 +26,12 @@ import msgspec
 import torch
 import torch.nn.functional as F
 from msgspec import Meta
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 
+from fusion_node.engine.draft_head_files import CONFIG_FILE, HeadTensors, read_config
 from fusion_node.errors import ConfigError
 
-CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
-MAX_CONFIG_BYTES = 2**20
 
 _Size = Annotated[int, Meta(ge=1, le=2**20)]
 
@@ -134,6 +132,11 @@ class TrainedHead(torch.nn.Module):
         frequencies = config.rope_theta ** (-steps / config.head_dim)
         self.register_buffer("frequencies", frequencies.float(), persistent=False)
         self.frequencies: torch.Tensor
+
+    @property
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the tensors that are stored as weights; log_scales are in the configuration."""
+        return {name: tuple(p.shape) for name, p in self.named_parameters() if name != "log_scales"}
 
     def start(self, features_kD: torch.Tensor, embedded_D: torch.Tensor) -> torch.Tensor:
         """What the layer takes in step 1, ``[..., D]``.
@@ -270,22 +273,19 @@ class TrainedHead(torch.nn.Module):
             ConfigError: there is none, it is another kind of head, or its files contradict each other.
         """
         config = read_head_config(folder)
-        head = cls(config)
-        try:
-            tensors = load_file(folder / WEIGHTS_FILE)
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{folder / WEIGHTS_FILE} cannot be read: train the draft head again") from error
-        offsets, known = tensors.pop("d2t", None), tensors.pop("t2d", None)
-        wanted = {name: p.shape for name, p in head.named_parameters() if name != "log_scales"}
-        found = {name: tensor.shape for name, tensor in tensors.items()}
+        stored = HeadTensors(folder / WEIGHTS_FILE)
+        # On no device: what the configuration says may be any size, and takes memory only once the file has it too.
+        with torch.device("meta"):
+            wanted = cls(config).stored_shapes
+        found = {name: shape for name, shape in stored.shapes.items() if name not in ("d2t", "t2d")}
         if found != wanted:
             name = sorted(name for name in wanted | found if wanted.get(name) != found.get(name))[0]
             raise ConfigError(f"{folder}: tensor {name} of the draft head is not what its {CONFIG_FILE} says")
-        head.token_ids = _token_ids(folder, config, offsets, known)
+        token_ids, tensors = stored.token_ids(config.draft_vocab_size, config.vocab_size), stored.read(wanted)
+        head = cls(config)
+        head.token_ids = token_ids
         for name, parameter in head.named_parameters():
-            if name != "log_scales":
-                if not torch.isfinite(tensors[name]).all():
-                    raise ConfigError(f"{folder}: tensor {name} of the draft head is not finite")
+            if name in tensors:
                 parameter.data = tensors[name].float()
         return head.requires_grad_(False).to(device or torch.device("cpu"))
 
@@ -322,34 +322,14 @@ def read_head_config(folder: Path) -> HeadConfig:
     Raises:
         ConfigError: there is none, or it is not one of this kind of head.
     """
-    path = folder / CONFIG_FILE
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_CONFIG_BYTES + 1)
-    except OSError as error:
-        raise ConfigError(f"{folder} holds no draft head: {CONFIG_FILE} cannot be read") from error
-    if len(data) > MAX_CONFIG_BYTES:
-        raise ConfigError(f"{path} is too large for the configuration of a draft head")
-    try:
-        config = msgspec.json.decode(data, type=HeadConfig)
+        config = msgspec.json.decode(read_config(folder), type=HeadConfig)
     except (msgspec.MsgspecError, UnicodeError, RecursionError) as error:
-        raise ConfigError(f"{path} is not the configuration of a trained draft head: {error}") from error
+        raise ConfigError(
+            f"{folder / CONFIG_FILE} is not the configuration of a trained draft head: {error}"
+        ) from error
     config.check()
     return config
-
-
-def _token_ids(
-    folder: Path, config: HeadConfig, offsets: torch.Tensor | None, known: torch.Tensor | None
-) -> torch.Tensor:
-    size = config.draft_vocab_size
-    if offsets is None or offsets.shape != (size,) or offsets.dtype != torch.int64:
-        raise ConfigError(f"{folder}: d2t of the draft head is not {size} whole numbers")
-    ids = offsets + torch.arange(size)
-    if int(ids.min()) < 0 or int(ids.max()) >= config.vocab_size or len(set(ids.tolist())) != size:
-        raise ConfigError(f"{folder}: d2t of the draft head names tokens that are not there, or some twice")
-    if known is None or known.shape != (config.vocab_size,) or not bool(known[ids].all()) or int(known.sum()) != size:
-        raise ConfigError(f"{folder}: d2t and t2d of the draft head contradict each other")
-    return ids
 
 
 def _rotated(x_BNTH: torch.Tensor, angles_TH: torch.Tensor) -> torch.Tensor:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import random
+import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -373,6 +377,25 @@ BAD: dict[str, tuple[dict[str, Any], Callable[[], Tensors], str]] = {
         EAGLE3_SETTINGS, lambda: eagle3() | {"t2d": torch.zeros(VOCABULARY, dtype=torch.bool)}, "contradict",
     ),
     "no number": (SETTINGS, lambda: eagle1() | {"fc.bias": torch.full((SIZE,), torch.nan)}, "not finite"),
+    "a draft vocabulary that is none": (
+        EAGLE3_SETTINGS | {"draft_vocab_size": "all"}, eagle3, "draft vocabulary is not a part",
+    ),
+    "a draft vocabulary without end": (
+        EAGLE3_SETTINGS | {"draft_vocab_size": 10**15}, eagle3, "draft vocabulary is not a part",
+    ),
+    "rotary positions of no kind": (
+        SETTINGS | {"rope_scaling": {"rope_type": "other", "factor": 2.0}}, eagle1, "of a kind that is not read",
+    ),
+    "rotary positions that are not finite": (SETTINGS | {"rope_theta": 0.0}, eagle1, "positions are not finite"),
+    "a base that is no number": (SETTINGS | {"rope_theta": "a"}, eagle1, "of a kind that is not read"),
+    "heads without end": (SETTINGS | {"head_dim": 10**12}, eagle1, r"q_proj.weight .*\(48, 48\)"),
+    "eight bits": (
+        SETTINGS, lambda: eagle1() | {"fc.weight": torch.ones(SIZE, 2 * SIZE).to(torch.float8_e4m3fn)}, "F8_E4M3",
+    ),
+    "whole numbers": (
+        SETTINGS, lambda: eagle1() | {"fc.weight": torch.ones(SIZE, 2 * SIZE, dtype=torch.int8)}, "I8",
+    ),
+    "a tensor twice": (SETTINGS, lambda: eagle1() | {"model.fc.bias": torch.zeros(SIZE)}, "holds fc.bias twice"),
     "a bias of another size": (SETTINGS, lambda: eagle1() | {"fc.bias": torch.zeros(5)}, r"fc.bias .*\(5,\)"),
 }  # fmt: skip
 
@@ -411,3 +434,71 @@ def test_embedding_of_the_head_is_used_only_where_the_target_has_another_width(
     tensors = eagle3() | {"embed_tokens.weight": torch.randn(VOCABULARY, SIZE), "fc.weight": torch.randn(SIZE, 96)}
     kind = load(write(tmp_path / "wide", wide, tensors), boundary, hidden_size=32).kind
     assert torch.equal(kind.embed([4]), tensors["embed_tokens.weight"][4:5])
+
+
+def test_nothing_of_a_configuration_but_sizes_is_acted_on(boundary: Boundary, tmp_path: Path) -> None:
+    acted_on = {
+        "torch_dtype": "nonsense",
+        "auto_map": {"AutoConfig": "other.py"},
+        "id2label": 7,
+        "quantization_config": 1,
+    }
+    assert load(write(tmp_path, SETTINGS | acted_on, eagle1()), boundary).tap_layers == ()
+
+
+def sparse(path: Path, tensors: dict[str, list[int]]) -> None:
+    """A file of tensors in float32 that are all zeros and take no room."""
+    end, header = 0, {}
+    for name, shape in tensors.items():
+        begin, end = end, end + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+    encoded = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(encoded)) + encoded)
+        file.truncate(8 + len(encoded) + end)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"fc.weight": [2**29]}, r"fc.weight .* has the shape \(536870912,\)"),
+        ({"fc.weight": [2**35]}, "larger than 16 GiB"),
+        ({f"t{number}": [0] for number in range(5_000)}, "holds 5011 tensors"),
+    ],
+)
+def test_weights_that_are_no_head_are_refused_before_they_are_read(
+    tensors: dict[str, list[int]], message: str, boundary: Boundary, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SETTINGS))
+    also = {name: list(tensor.shape) for name, tensor in eagle1().items() if name not in tensors}
+    sparse(tmp_path / "model.safetensors", tensors | also)
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path, boundary)
+
+
+def test_own_head_takes_no_memory_that_its_file_does_not_have(boundary: Boundary, tmp_path: Path) -> None:
+    config = HeadConfig(
+        hidden_size=2**20, vocab_size=VOCABULARY, draft_vocab_size=30, num_attention_heads=2**20,
+        num_key_value_heads=1, head_dim=2**12, intermediate_size=2**20, feature_layers=(LAYERS,),
+    )  # fmt: skip
+    (tmp_path / "config.json").write_bytes(msgspec.json.encode(config))
+    save_file({"fc.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"tensor fc\.bias of the draft head is not what its config\.json says"):
+        load(tmp_path, boundary)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(name: str, boundary: Boundary, tmp_path: Path) -> None:
+    write(tmp_path, SETTINGS, eagle1())
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load(tmp_path, boundary)
+
+
+def test_links_into_a_cache_are_followed(boundary: Boundary, tmp_path: Path) -> None:
+    real, linked = write(tmp_path / "real", SETTINGS, eagle1()), tmp_path / "linked"
+    linked.mkdir()
+    for path in real.iterdir():
+        (linked / path.name).symlink_to(path)
+    assert load(linked, boundary).kind.name == "eagle"
