@@ -144,6 +144,12 @@ class MixedDrafter:
         """All layers that one of the drafters asks for, in order."""
         return tuple(sorted({layer for drafter in self._drafters for layer in drafter.tap_layers}))
 
+    def add(self, make: Callable[[], Drafter]) -> None:
+        """One more, slower than those that are there. One that cannot be made is left out like one that fails."""
+        drafter = self._try(None, make)
+        if drafter is not None:
+            self._drafters.append(drafter)
+
     def begin(self, prompt: Sequence[int], noise: SharedNoise | None = None) -> None:
         """See Drafter."""
         self._root = _Asked()
@@ -213,14 +219,20 @@ class MixedDrafter:
                     raise ValueError("neither a token nor a confidence")
         return proposals
 
-    def _try(self, drafter: Drafter, call: Callable[[], T]) -> T | None:
-        """What the call returns; None when it fails, which it does only once."""
+    def _try(self, drafter: Drafter | None, call: Callable[[], T]) -> T | None:
+        """What the call returns; None when it fails, which it does only once.
+
+        Args:
+            drafter: None: it is about to be made.
+        """
         try:
             return call()
         except Exception as error:  # noqa: BLE001 - a drafter's fault costs its proposals, and not the answer
             # Its message may hold text or token ids.
-            log.warning("a drafter has failed: going on without it", drafter=drafter.name, error=type(error).__name__)
-            self._drafters.remove(drafter)
+            name = None if drafter is None else drafter.name
+            log.warning("a drafter has failed: going on without it", drafter=name, error=type(error).__name__)
+            if drafter is not None:
+                self._drafters.remove(drafter)
             return None
 
 

@@ -31,7 +31,7 @@ TREE_POSITIONS = 256
 at round trips of 100 ms. A short answer reserves no more than twice what it is long."""
 
 MakeDrafter = Callable[[int], Drafter]
-"""Makes a drafter of one answer, which has at most so many positions with its prompt."""
+"""Makes a drafter of one answer, which has at most so many positions with its prompt; called on the drafting thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +88,14 @@ class Drafts:
     Args:
         vocabulary: ids of the target.
         drafters: how to make those of an answer, the fastest first; None: what needs no model.
-        remembers: whether answers are guessed from earlier ones too. What is guessed well comes sooner, so that one
-            caller would learn what another has asked.
+        remembers: whether answers are guessed from earlier ones too, and begin with what drafters were worth in them.
+            What is guessed well comes sooner, so that one caller would learn what another has asked.
     """
 
     def __init__(
         self, vocabulary: int, drafters: Sequence[MakeDrafter] | None = None, *, remembers: bool = True
     ) -> None:
-        self._calibration = Calibration()
+        self._calibration = Calibration() if remembers else None
         self._vocabulary = vocabulary
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="drafting", initializer=prepare_thread)
         self._makers: list[MakeDrafter] = list(drafters or ())
@@ -112,9 +112,9 @@ class Drafts:
 
     def begin(self, prompt: Sequence[int], noise: SharedNoise | None, num_positions: int) -> AnswerDrafts:
         """For one answer."""
-        drafters = [make(num_positions) for make in self._makers]
-        mixed = MixedDrafter(drafters, self._calibration, vocabulary=self._vocabulary)
-        return AnswerDrafts(self._executor, mixed, list(prompt), noise)
+        mixed = MixedDrafter((), self._calibration or Calibration(), vocabulary=self._vocabulary)
+        makers = [partial(make, num_positions) for make in self._makers]
+        return AnswerDrafts(self._executor, mixed, makers, list(prompt), noise)
 
     def close(self) -> None:
         """Nothing is drafted any more."""
@@ -150,10 +150,17 @@ class AnswerDrafts:
     """The drafters of one answer (fusion_node.client.speculative_answer.Drafting)."""
 
     def __init__(
-        self, executor: ThreadPoolExecutor, mixed: MixedDrafter, prompt: Sequence[int], noise: SharedNoise | None
+        self,
+        executor: ThreadPoolExecutor,
+        mixed: MixedDrafter,
+        makers: Sequence[Callable[[], Drafter]],
+        prompt: Sequence[int],
+        noise: SharedNoise | None,
     ) -> None:
         self._executor = executor
         self._mixed = mixed
+        for make in makers:
+            self._submit(partial(mixed.add, make))
         self._submit(partial(mixed.begin, prompt, noise))
 
     def extend(self, verified: Verified) -> None:

@@ -2,8 +2,6 @@
 
 The tokenizer, the embedding, the final norm, the LM head and the sampling run in this process; nodes see rows of hidden
 state and nothing else. Shapes: T tokens, D hidden size, V vocabulary.
-
-Longer than most files: the client, one answer on its way, and what is told of it afterwards are read together.
 """
 
 from __future__ import annotations
@@ -163,7 +161,8 @@ class SwarmClient:
         self._exact_rows = 1
         """Whose logits may be computed together where answers are speculated on; known once the boundary is loaded."""
         self._policies: list[ModePolicy] = []
-        """Of answers that are over: what each mode brings is known from the beginning then."""
+        """Of answers that are over, where others may learn of them: what each mode brings is known from the beginning
+        then."""
         self._drafts = None if self._modes is None else Drafts(config.vocab_size, drafters, remembers=prefix_cache)
         self.max_context = max_positions(config)
         self._eos_ids = _eos_ids(self.model)
@@ -519,8 +518,9 @@ class SwarmClient:
             answer.is_kept = shell.is_kept
             work.stats.speculation = SpeculationReport.of(speculation.stats)
             drafting.close()
-            policy.paused()
-            self._policies.append(policy)
+            if self._prefixes is not None:
+                policy.paused()
+                self._policies.append(policy)
 
     def _make_plan(
         self, num_positions: int, session: bytes, epoch: int, stages: tuple[PlanStage, ...]

@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fusion_node.cli.options import Speculate
-from fusion_node.client.drafting import SharedNoise
+from fusion_node.client.drafting import Candidate, SharedNoise
 from fusion_node.client.speculation import MODES, OFF, Drafts, modes_of
 from fusion_node.engine.drafts import Proposals, Verified
 from fusion_node.errors import ConfigError, NoPeers, RemoteProtocolError
@@ -271,6 +271,44 @@ async def test_candidates_are_those_for_the_text_as_it_was_when_they_were_asked_
     assert await proposed
     assert await answer.propose([()], 8)
     assert drafter.calls == ["begin", "propose", "extend", "propose"]
+    drafts.close()
+
+
+async def test_a_drafter_that_cannot_be_made_is_left_out_and_none_is_made_on_the_event_loop() -> None:
+    threads: list[str] = []
+
+    def broken(num_positions: int) -> Waits:
+        threads.append(threading.current_thread().name)
+        raise MemoryError("no room for its KV")
+
+    drafter = Waits()
+    drafter.may_answer.set()
+    drafts = Drafts(100, [broken, lambda _: drafter])
+    answer = drafts.begin([1, 2], None, 10)
+    assert await answer.propose([()], 8) == [[Candidate(7, 0.9, "waits")]]
+    assert threads == ["drafting_0"]
+    drafts.close()
+
+
+class Sure(Waits):
+    """Always says 7, and is always wrong."""
+
+    def propose(self, paths: Sequence[Sequence[int]], width: int) -> Proposals:
+        return [[(7, 0.9)] for _ in paths]
+
+
+@pytest.mark.parametrize("remembers", [False, True])
+async def test_what_one_answer_has_shown_of_a_drafter_shows_in_another_only_where_they_may_share(
+    remembers: bool,
+) -> None:
+    drafts = Drafts(100, [lambda _: Sure()], remembers=remembers)
+    first = drafts.begin([1, 2], None, 10)
+    for _ in range(30):
+        assert await first.propose([()], 8)
+        first.extend(Verified([3]))
+    found = await drafts.begin([1, 2], None, 10).propose([()], 8)
+    assert found is not None
+    assert (found[0][0].probability < 0.5) is remembers
     drafts.close()
 
 
