@@ -12,7 +12,7 @@ import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from fusion_node.client.answer_core import (
     AnswerCore,
@@ -51,6 +51,12 @@ _IDS = [Identity.from_seed(bytes([n]) * 32).peer_id for n in range(24)]
 USER = Identity.from_seed(b"u" * 32).peer_id
 
 Rows = tuple[Any, ...]
+
+
+class Sending(Protocol):
+    """Returns False when there is no link."""
+
+    def __call__(self, sender: PeerId, receiver: PeerId, message: AnyMessage, rows: Rows = (), /) -> bool: ...
 
 
 def join(parts: Sequence[Part], row_bytes: int) -> Rows:
@@ -216,9 +222,14 @@ class Node:
 
 
 class World:
-    """Time, links, nodes and one user with an answer."""
+    """Time, links, nodes and one user with an answer.
+
+    Attributes:
+        send: what everybody sends by; a test that has somebody lie or keep silent puts its own in front.
+    """
 
     def __init__(self, seed: int) -> None:
+        self.send: Sending = self._carry
         self.rng = random.Random(seed)
         self.now = MonotonicS(1000.0)
         self.nodes: dict[PeerId, Node] = {}
@@ -253,7 +264,7 @@ class World:
         ends = [self.nodes[peer] for peer in (one, other) if peer != USER]
         return frozenset((one, other)) not in self.broken_links and all(n.is_up and not n.is_frozen for n in ends)
 
-    def send(self, sender: PeerId, receiver: PeerId, message: AnyMessage, rows: Rows = ()) -> bool:
+    def _carry(self, sender: PeerId, receiver: PeerId, message: AnyMessage, rows: Rows = ()) -> bool:
         """Messages of two peers come in order. False when there is no link."""
         ends = [self.nodes[peer] for peer in (sender, receiver) if peer != USER]
         if frozenset((sender, receiver)) in self.broken_links or not all(node.is_up for node in ends):

@@ -307,7 +307,7 @@ def test_stage_that_accuses_whoever_comes_before_it_is_replaced_itself() -> None
             return send(liar, USER, failed)
         return send(sender, receiver, message, rows)
 
-    world.send = lying  # type: ignore[method-assign]
+    world.send = lying
     user.start()
     finish(world, user)
     assert len(user.repairs) + sum(isinstance(event, Opened) for event in user.events) <= 4
@@ -484,7 +484,7 @@ def test_stage_that_says_many_times_that_its_rows_are_gone_has_said_it_once(num_
         gone = SessionFailed(message.session, message.epoch, 0, NOT_RETAINED, "gone", "", True)
         return all(send(liar, USER, gone) for _ in range(num_times))
 
-    world.send = deliver  # type: ignore[method-assign]
+    world.send = deliver
     user = world.answer(PROMPT, NUM_TOKENS)
     at_token(user, 4, lambda: world.kill(nodes[1]))
     finish(world, user)
@@ -500,12 +500,12 @@ def test_source_that_drops_its_rows_during_a_replay_is_told_of_as_a_repair() -> 
     at_token(user, 4, lambda: world.kill(nodes[1]))
     send = world.send
 
-    def drop(source: PeerId, target: PeerId, message: object, rows: tuple[int, ...] = ()) -> bool:
+    def drop(source: PeerId, target: PeerId, message: AnyMessage, rows: tuple[int, ...] = ()) -> bool:
         if isinstance(message, Resend):
             nodes[0].serving.outputs.drop((USER, message.session))
         return send(source, target, message, rows)
 
-    world.send = drop  # type: ignore[method-assign]
+    world.send = drop
     finish(world, user)
     assert user.num_sessions == 2
     assert [(repair.kind, repair.peer) for repair in user.repairs] == [(RepairKind.PREFILLED, nodes[1].peer)]
@@ -599,14 +599,14 @@ def test_stage_with_leases_of_no_length_does_not_have_the_user_ask_without_a_pau
     world, nodes, _ = world_of_three(num_spare=0)
     send, num_queries = world.send, 0
 
-    def shorten(source: PeerId, target: PeerId, message: object, rows: tuple[int, ...] = ()) -> bool:
+    def shorten(source: PeerId, target: PeerId, message: AnyMessage, rows: tuple[int, ...] = ()) -> bool:
         nonlocal num_queries
         num_queries += isinstance(message, SessionQuery)
         if source == nodes[1].peer and isinstance(message, SessionOpened | SessionProgress):
             message = msgspec.structs.replace(message, lease_s=1e-9)
         return send(source, target, message, rows)
 
-    world.send = shorten  # type: ignore[method-assign]
+    world.send = shorten
     user = world.answer(PROMPT, NUM_TOKENS)
     world.run(stop=lambda: user.is_done)
     assert user.tokens == EXPECTED
@@ -618,7 +618,7 @@ def test_last_stage_that_withholds_results_is_replaced_whatever_it_says(lie: str
     world, nodes, _ = world_of_three()
     liar, send, is_lying, num_told = nodes[2], world.send, False, 0
 
-    def lying(source: PeerId, target: PeerId, message: object, rows: tuple[int, ...] = ()) -> bool:
+    def lying(source: PeerId, target: PeerId, message: AnyMessage, rows: tuple[int, ...] = ()) -> bool:
         nonlocal num_told
         if is_lying and source == liar.peer:
             if isinstance(message, StepResult):
@@ -643,7 +643,7 @@ def test_last_stage_that_withholds_results_is_replaced_whatever_it_says(lie: str
         if lie == "replayed":
             spam()
 
-    world.send = lying  # type: ignore[method-assign]
+    world.send = lying
     user = world.answer(PROMPT, NUM_TOKENS)
     at_token(user, 4, begin)
     finish(world, user)
@@ -659,12 +659,12 @@ def test_stage_that_answers_and_hands_nothing_on_is_found_in_one_repair(stage: i
     world, nodes, _ = world_of_three()
     liar, send = nodes[stage].peer, world.send
 
-    def withhold(source: PeerId, target: PeerId, message: object, rows: tuple[int, ...] = ()) -> bool:
+    def withhold(source: PeerId, target: PeerId, message: AnyMessage, rows: tuple[int, ...] = ()) -> bool:
         if source == liar and isinstance(message, Step | StepResult) and message.sequence >= since:
             return True
         return send(source, target, message, rows)
 
-    world.send = withhold  # type: ignore[method-assign]
+    world.send = withhold
     user = world.answer(PROMPT, NUM_TOKENS)
     finish(world, user)
     assert user.num_sessions == 1
@@ -696,7 +696,7 @@ def test_stage_that_hands_nothing_on_and_never_says_how_far_it_is_is_found_and_n
         is_kept_back = source == liar and isinstance(message, Step | StepResult) and message.sequence >= since
         return is_kept_back or send(source, target, message, rows)
 
-    world.send = evade  # type: ignore[method-assign]
+    world.send = evade
     user = world.answer(PROMPT, NUM_TOKENS)
     if instead == "old epoch":
         at_token(user, 3, lambda: world.kill(nodes[(stage + 1) % 3]))
@@ -718,7 +718,7 @@ def test_stage_that_has_steps_stop_behind_it_is_found_and_nobody_avoided_by_othe
             message = msgspec.structs.replace(message, stop_stage=stops_at)
         return send(source, target, message, rows)
 
-    world.send = shorten  # type: ignore[method-assign]
+    world.send = shorten
     user = world.answer(PROMPT, NUM_TOKENS)
     finish(world, user)
     assert user.num_sessions == 1
@@ -733,7 +733,7 @@ def test_stage_that_takes_longer_for_each_step_is_replaced_before_it_takes_minut
     world, nodes, _ = world_of_three()
     liar, send, step_s = nodes[stage].peer, world.send, 2.0
 
-    def delay(source: PeerId, target: PeerId, message: object, rows: tuple[int, ...] = ()) -> bool:
+    def delay(source: PeerId, target: PeerId, message: AnyMessage, rows: tuple[int, ...] = ()) -> bool:
         nonlocal step_s
         if source == liar and isinstance(message, Step | StepResult) and message.sequence >= 10:
             world.after(step_s, lambda: send(source, target, message, rows))
@@ -741,7 +741,7 @@ def test_stage_that_takes_longer_for_each_step_is_replaced_before_it_takes_minut
             return True
         return send(source, target, message, rows)
 
-    world.send = delay  # type: ignore[method-assign]
+    world.send = delay
     user = world.answer(PROMPT, num_tokens)
     world.run(stop=lambda: user.is_done)
     assert user.tokens == undisturbed(PROMPT, num_tokens)
@@ -761,7 +761,7 @@ def test_stage_that_makes_up_more_than_it_was_sent_is_found_and_nobody_else_avoi
     world, nodes, _ = world_of_three(num_spare=2)
     liar, send = nodes[stage].peer, world.send
 
-    def more(source: PeerId, target: PeerId, message: object, rows: tuple[int, ...] = ()) -> bool:
+    def more(source: PeerId, target: PeerId, message: AnyMessage, rows: tuple[int, ...] = ()) -> bool:
         if source != liar or not isinstance(message, Step) or message.sequence < since or message.covers != 1:
             return send(source, target, message, rows)
         if kind in ("row", "position"):
@@ -783,7 +783,7 @@ def test_stage_that_makes_up_more_than_it_was_sent_is_found_and_nobody_else_avoi
         send(source, target, made_up, (7,))
         return is_sent
 
-    world.send = more  # type: ignore[method-assign]
+    world.send = more
     user = world.answer(PROMPT, NUM_TOKENS)
     finish(world, user)
     assert user.num_sessions == 1
