@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import structlog
@@ -86,14 +87,32 @@ class Work:
 
 
 class AnswerRoutes:
-    """Routes for one answer: where a beginning of its prompt is known, over the nodes that know it, at first."""
+    """Routes for one answer: where a beginning of its prompt is known, over the nodes that know it, at first.
 
-    def __init__(self, router: Router, prefixes: PrefixCache[Answer] | None, work: Work, num_positions: int) -> None:
+    Args:
+        num_positions: of prompt and answer.
+        num_reserved: that its sessions had better reserve, for what may be guessed as well; None: no more than those.
+
+    Attributes:
+        num_reserved: for how many the last whole route has room. Where nobody has room for guesses, those that the
+            answer needs.
+    """
+
+    def __init__(
+        self,
+        router: Router,
+        prefixes: PrefixCache[Answer] | None,
+        work: Work,
+        num_positions: int,
+        *,
+        num_reserved: int | None = None,
+    ) -> None:
         self._router = router
         self._prefixes = prefixes
         self._work = work
         self._answer = work.answer
         self._num_positions = num_positions
+        self._num_wanted = self.num_reserved = num_positions if num_reserved is None else num_reserved
         self._nodes: dict[PeerId, MeasuredNode] = {}
         self._known: Answer | None = None
         """Whose beginning was asked for."""
@@ -170,7 +189,7 @@ class AnswerRoutes:
             patched = await self._router.patch(
                 self._planned(present),
                 wants.lost,
-                self._num_positions,
+                self.num_reserved,
                 num_rows=len(self._answer.all_ids),
                 num_generated=self._num_generated,
                 avoid_peers=wants.avoid_peers,
@@ -186,18 +205,32 @@ class AnswerRoutes:
             self._was_known_tried = True
             planned = found[0].planned
         else:
-            planned = await self._router.route(
-                self._num_positions,
-                num_prompt=self._answer.num_prompt,
-                avoid_peers=wants.avoid_peers,
-                avoid_pairs=wants.avoid_pairs,
-                wait=wants.wait,
-            )
+            planned = await self._whole(wants)
         prefix = None
         if found is not None and found[0].stages == planned.places:
             self._known, num_known = found
             prefix = Prefix(found[0].session, num_known)
         return Found(self._places(planned), prefix, planned.expected_step_s, planned.expected_prefill_s)
+
+    async def _whole(self, wants: WantsRoute) -> Planned:
+        """With room for guesses if there is such a route now. Without it they have the room of what is to come yet,
+        which is enough but for the answer's last tokens, so that nobody waits for more."""
+
+        async def route(num_positions: int, *, wait: bool) -> Planned:
+            planned = await self._router.route(
+                num_positions,
+                num_prompt=self._answer.num_prompt,
+                avoid_peers=wants.avoid_peers,
+                avoid_pairs=wants.avoid_pairs,
+                wait=wait,
+            )
+            self.num_reserved = num_positions
+            return planned
+
+        if self._num_wanted > self._num_positions:
+            with suppress(NoRoute):
+                return await route(self._num_wanted, wait=False)
+        return await route(self._num_positions, wait=wants.wait)
 
     async def alternates(self, wants: WantsAlternates, present: tuple[Place, ...]) -> tuple[tuple[Place, ...], ...]:
         """See Routes."""
@@ -206,7 +239,7 @@ class AnswerRoutes:
             await self._router.refresh()
         found = await self._router.alternates(
             self._planned(present),
-            self._num_positions,
+            self.num_reserved,
             num_rows=len(self._answer.all_ids),
             num_generated=self._num_generated,
             avoid_peers=wants.avoid_peers,

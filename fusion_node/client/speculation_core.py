@@ -276,7 +276,7 @@ class SpeculationCore:
             its last row is awaited: it is the row of node ``num_prompt``.
         stop_position: the answer ends before it.
         stop_tokens: that end it when they are committed.
-        max_positions: that the stages have reserved.
+        max_positions: that the stages have reserved, at least ``stop_position``.
         next_sequence: of the first frame.
         policy: decides on the mode; kept by the caller where it serves several answers.
         max_in_flight: see MAX_IN_FLIGHT.
@@ -284,6 +284,7 @@ class SpeculationCore:
 
     Attributes:
         stats: what has happened so far.
+        max_positions: see above; set before a session is opened that reserves more or fewer.
         is_over: the last token was committed, or it was closed.
     """
 
@@ -306,7 +307,7 @@ class SpeculationCore:
         self.is_over = False
         self._stop_position = stop_position
         self._stop_tokens = stop_tokens
-        self._max_positions = max_positions
+        self.max_positions = max_positions
         self._policy = ModePolicy() if policy is None else policy
         self._max_in_flight = max_in_flight
         self._has_drafter = has_drafter
@@ -680,7 +681,7 @@ class SpeculationCore:
         num_live = sum(node.is_live for node in self._log_live)
         slots = self._log_positions + len(self._log_live) + self._num_resend
         most = self._max_in_flight if self._prices else min(self._max_in_flight, FIRST_IN_FLIGHT)
-        return min(most - num_live, self._max_positions - 2 - slots)
+        return min(most - num_live, self.max_positions - 2 - slots)
 
     def _frame_rows(self) -> int:
         if self._is_wire_slow():

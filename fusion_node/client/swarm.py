@@ -21,7 +21,7 @@ import msgspec
 import structlog
 
 from fusion_node.client.answer import AnswerShell, EncodedRows
-from fusion_node.client.answer_core import AnswerCore
+from fusion_node.client.answer_core import AnswerCore, MakePlan
 from fusion_node.client.answer_routes import Answer, AnswerRoutes, Work
 from fusion_node.client.claims_file import path_of
 from fusion_node.client.connection import MeasuredNode, SwarmConnection, ways_in
@@ -137,6 +137,7 @@ class SwarmClient:
         self.model = ModelStore(home).find(model)
         self._numerics = numerics_class(numerics)
         self._wire = _wire_encoding(wire)
+        self._wire_dtype = self._wire or self._numerics.wire_dtype
         self._device = choose_device(device)
         self._threads = threads
         self._owns_connection = connection is None
@@ -172,7 +173,7 @@ class SwarmClient:
             numerics=self._numerics.name,
             num_layers=self.num_layers,
             first_layers=self._first_layers,
-            row_bytes=row_bytes(self._wire or self._numerics.wire_dtype, self._hidden_size) or 0,
+            row_bytes=row_bytes(self._wire_dtype, self._hidden_size) or 0,
             objective=objective_of(objective),
             rules=rules or UserRules(),
             claims_path=path_of(ModelStore(home).home, self.model.model_id, self._numerics.name),
@@ -399,20 +400,24 @@ class SwarmClient:
         rate_Bps = self.connection.links.delivery_rate_Bps(peer)
         return self.connection.links.backlog_bytes(peer) / rate_Bps if rate_Bps else 0.0
 
+    def _core_of(self, answer: Answer, make_plan: MakePlan, speculation: SpeculationCore | None = None) -> AnswerCore:
+        return AnswerCore(
+            num_prompt=answer.num_prompt,
+            row_size=self._hidden_size,
+            wire_dtype=self._wire_dtype,
+            make_plan=make_plan,
+            new_session=partial(secrets.token_bytes, SESSION_BYTES),
+            open_lease=lambda envelope: open_lease(envelope, now=UnixS(time.time())),
+            backlog_s=self._backlog_s,
+            speculation=speculation,
+        )
+
     async def _tokens(self, work: Work, num_positions: int) -> AsyncGenerator[int, None]:
         """The tokens of an answer, however its nodes fare, until it has so many positions."""
         boundary, _ = await self._loaded()
         answer = work.answer
         routes = AnswerRoutes(self._router, self._prefixes, work, num_positions)
-        core = AnswerCore(
-            num_prompt=answer.num_prompt,
-            row_size=self._hidden_size,
-            wire_dtype=self._wire or self._numerics.wire_dtype,
-            make_plan=partial(self._make_plan, num_positions),
-            new_session=partial(secrets.token_bytes, SESSION_BYTES),
-            open_lease=lambda envelope: open_lease(envelope, now=UnixS(time.time())),
-            backlog_s=self._backlog_s,
-        )
+        core = self._core_of(answer, partial(self._make_plan, num_positions))
 
         async def embed(start: int, stop: int) -> EncodedRows:
             return await self._on_compute(self._embed, boundary, answer.all_ids[start:stop])
@@ -450,8 +455,7 @@ class SwarmClient:
         boundary, _ = await self._loaded()
         answer, params = work.answer, work.params
         num_reserved = num_positions + min(TREE_POSITIONS, num_positions)
-        routes = AnswerRoutes(self._router, self._prefixes, work, num_reserved)
-        wire_dtype = self._wire or self._numerics.wire_dtype
+        routes = AnswerRoutes(self._router, self._prefixes, work, num_positions, num_reserved=num_reserved)
         policy = self._policies.pop() if self._policies else ModePolicy(self._modes or ())
         speculation = SpeculationCore(
             last_token=answer.all_ids[-1],
@@ -462,16 +466,13 @@ class SwarmClient:
             next_sequence=0,
             policy=policy,
         )
-        core = AnswerCore(
-            num_prompt=answer.num_prompt,
-            row_size=self._hidden_size,
-            wire_dtype=wire_dtype,
-            make_plan=partial(self._make_plan, num_reserved),
-            new_session=partial(secrets.token_bytes, SESSION_BYTES),
-            open_lease=lambda envelope: open_lease(envelope, now=UnixS(time.time())),
-            backlog_s=self._backlog_s,
-            speculation=speculation,
-        )
+
+        def make_plan(session: bytes, epoch: int, stages: tuple[PlanStage, ...]) -> tuple[Plan, bytes]:
+            if epoch == 0:  # later plans of a session have to reserve what its first one did
+                speculation.max_positions = routes.num_reserved
+            return self._make_plan(speculation.max_positions, session, epoch, stages)
+
+        core = self._core_of(answer, make_plan, speculation)
         noise = None
         if params.temperature > 0:
             noise = GumbelNoise(seed=work.stats.seed, temperature=params.temperature, vocabulary=self._vocabulary)
@@ -482,7 +483,7 @@ class SwarmClient:
 
         def row_s(peer: PeerId) -> float:
             rate_Bps = self.connection.links.delivery_rate_Bps(peer)
-            return (row_bytes(wire_dtype, self._hidden_size) or 0) / rate_Bps if rate_Bps else 0.0
+            return (row_bytes(self._wire_dtype, self._hidden_size) or 0) / rate_Bps if rate_Bps else 0.0
 
         shell = SpeculativeShell(
             self.connection,
@@ -545,7 +546,7 @@ class SwarmClient:
     # on the compute thread
 
     def _embed(self, boundary: Boundary, ids: Sequence[int]) -> tuple[TensorMeta, memoryview]:
-        return encode_rows(boundary.embed(ids), self._wire or self._numerics.wire_dtype)
+        return encode_rows(boundary.embed(ids), self._wire_dtype)
 
     def _advance(
         self, boundary: Boundary, work: Work, tensor: TensorMeta, payload: memoryview, is_last: bool

@@ -1,0 +1,86 @@
+"""Where the routes of an answer come from: with room for guesses where there is some, else without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+import pytest
+
+from fusion_node.client.answer_core import RouteKind, WantsRoute
+from fusion_node.client.answer_routes import Answer, AnswerRoutes, Work
+from fusion_node.client.generation import GenerationStats
+from fusion_node.client.routing import Planned
+from fusion_node.client.sampling import SamplingParams
+from fusion_node.errors import NoRoute
+from fusion_node.types import PeerId
+
+WHOLE = WantsRoute(1, RouteKind.WHOLE, (), frozenset(), frozenset(), wait=True, reason="a new answer")
+NUM_POSITIONS, NUM_RESERVED = 40, 80
+
+
+@dataclass
+class Swarm:
+    """A router of a swarm with so much room; nodes are awaited until ``on_wait`` has returned."""
+
+    room: int
+    on_wait: Callable[[Swarm], None] = lambda swarm: None
+    asked: list[tuple[int, bool]] = field(default_factory=list)
+
+    async def route(
+        self,
+        num_positions: int,
+        *,
+        num_prompt: int,
+        avoid_peers: Collection[PeerId],
+        avoid_pairs: Collection[tuple[PeerId, PeerId]],
+        wait: bool,
+    ) -> Planned:
+        self.asked.append((num_positions, wait))
+        if num_positions > self.room and wait:
+            self.on_wait(self)
+        if num_positions > self.room:
+            raise NoRoute("no node has room")
+        return Planned()
+
+
+def routes_of(swarm: Swarm, num_reserved: int = NUM_RESERVED) -> AnswerRoutes:
+    work = Work(Answer(ids=[1, 2], all_ids=[1, 2], num_prompt=2), SamplingParams(), GenerationStats())
+    return AnswerRoutes(swarm, None, work, NUM_POSITIONS, num_reserved=num_reserved)  # type: ignore[arg-type]
+
+
+async def test_room_for_guesses_is_reserved_where_there_is_some() -> None:
+    swarm = Swarm(NUM_RESERVED)
+    routes = routes_of(swarm)
+    await routes.find(WHOLE, ())
+    assert routes.num_reserved == NUM_RESERVED
+    assert len(swarm.asked) == 1
+
+
+async def test_answer_for_whose_guesses_nobody_has_room_reserves_what_it_needs() -> None:
+    swarm = Swarm(NUM_RESERVED - 1)
+    routes = routes_of(swarm)
+    await routes.find(WHOLE, ())
+    assert routes.num_reserved == NUM_POSITIONS
+
+
+async def test_nodes_that_are_awaited_need_no_room_for_guesses() -> None:
+    def come(swarm: Swarm) -> None:
+        swarm.room = NUM_POSITIONS
+
+    swarm = Swarm(0, come)
+    routes = routes_of(swarm)
+    await routes.find(WHOLE, ())
+    assert routes.num_reserved == NUM_POSITIONS
+    swarm.room = NUM_RESERVED
+    await routes.find(WHOLE, ())
+    assert routes.num_reserved == NUM_RESERVED, "another session asks for it again"
+
+
+@pytest.mark.parametrize("num_reserved", [NUM_POSITIONS, NUM_RESERVED])
+async def test_without_room_for_the_answer_itself_there_is_no_route_and_it_was_awaited_once(num_reserved: int) -> None:
+    swarm = Swarm(NUM_POSITIONS - 1)
+    with pytest.raises(NoRoute):
+        await routes_of(swarm, num_reserved).find(WHOLE, ())
+    assert [wait for _, wait in swarm.asked].count(True) == 1
+    assert len(swarm.asked) == (1 if num_reserved == NUM_POSITIONS else 2)
