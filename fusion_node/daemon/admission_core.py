@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fusion_node.engine.block_manager_core import BlockManager, NoRoom
-from fusion_node.engine.session_log_core import SessionLog
+from fusion_node.engine.session_log_core import LogState, SessionLog
 from fusion_node.types import LayerRange, ModelId, MonotonicS, PeerId
 from p2p.messages import DRAINING, INT8, KEPT_S, RETAIN_S, SUCCESSOR_UNREACHABLE, OpenSession, Resend, Step
 from p2p.records import PROTOCOL_VERSION, Lease, Plan
@@ -134,8 +134,10 @@ class Session:
         num_unfinished: steps that the log has applied and that are not computed yet.
         generation: how often its tree was folded: ids of nodes and sequences are of one generation.
         fold: what of the generation before is still being computed; None when nothing is.
-        num_taken: steps whose rows were taken.
-        num_narrowed: times that one of them was derived anew for a cancel.
+        befores: the log before each of the last steps that it has applied and that are not computed, as far as it can
+            be taken back.
+        num_narrowed: times that a step was derived anew for a cancel.
+        narrow_credit: as often that may be now.
         kept_until: set while the state is KEPT.
         grace: set while the node leaves.
         resends: orders to hand rows on again, in order.
@@ -164,8 +166,9 @@ class Session:
     num_unfinished: int = 0
     generation: int = 0
     fold: Fold | None = None
-    num_taken: int = 0
+    befores: deque[LogState] = field(default_factory=deque, repr=False)
     num_narrowed: int = 0
+    narrow_credit: int = 0
     state: SessionState = SessionState.OPENING
     kept_until: MonotonicS | None = None
     grace: Grace | None = None

@@ -7,7 +7,8 @@ plan of a higher epoch to adopt it. A fault of this node is told as such and as 
 the call in which it comes. What strangers can make this node keep or send is bounded: MAX_QUEUED_ROWS of a session wait
 for the device, MAX_RESENDS orders wait, MAX_DIALS next stages are dialled at once and MAX_DIALS_OF_USER for a user, a
 position is sent again once per epoch, and RESEND_TIMES over all of them, and only while MAX_BACKLOG_BYTES at most wait
-for the next stage. Nobody can have a step derived anew more than NARROWED_PER_STEP times as often as they send one.
+for the next stage. Nobody can have a step derived anew more than NARROWED_PER_STEP times as often as they send one, nor
+save up more than MAX_NARROW_CREDIT of that; nor have MAX_NARROWED_NODES gone through at once, or remembered for it.
 
 A log is a token tree; rows of it are retained as they are committed. When it is folded, ids of its nodes and sequences
 begin anew, which is what *generation* counts: what was applied before is computed and retained as of before.
@@ -31,7 +32,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import msgspec
@@ -125,9 +126,17 @@ MAX_DIALS = 64
 MAX_NARROWED_STEPS = 64
 """That one cancel looks at: the last ones that wait. Users have some hundred rows under way, several to a step."""
 
+MAX_NARROWED_NODES = 4096
+"""Live and skipped ones in the logs before those steps, together: some 40 bytes and 1 us each, where a frame of a few
+bytes names a thousand. Thirty steps of a user with a hundred nodes in flight."""
+
 NARROWED_PER_STEP = 4
-"""Times that a step of a session may be derived anew for its cancels, on average, beside MAX_NARROWED_STEPS: as much
-as deriving it first costs, and a cancel costs its user nothing."""
+"""Times that a step of a session may be derived anew for its cancels, on average: as much as deriving it first costs,
+and a cancel costs its user nothing."""
+
+MAX_NARROW_CREDIT = 256
+"""Of those that are saved up, for a user that has cancelled nothing for long: steps that were cheap to derive are not
+to pay for others that are not."""
 
 LEASE_EXPIRED = "lease-expired"
 
@@ -210,7 +219,6 @@ class ServedStep:
         stops: it is not handed on.
         generation: of the session's log.
         is_appended: its rows are retained as they are; else each as its node is committed.
-        before: the log before it.
     """
 
     session: Session
@@ -222,7 +230,6 @@ class ServedStep:
     stops: bool
     generation: int
     is_appended: bool
-    before: LogState = field(repr=False)
 
 
 class Serving:
@@ -377,6 +384,8 @@ class Serving:
         self.admission.renew(session, now=now)
         session.num_queued_rows += message.node_count
         session.num_unfinished += 1
+        session.narrow_credit = min(session.narrow_credit + NARROWED_PER_STEP, MAX_NARROW_CREDIT)
+        _remember(session, before)
         stops = message.stop_stage == session.stage
         returned, out = _going_out(session, message, rows)
         if rows.committed and not session.is_last:
@@ -391,7 +400,6 @@ class Serving:
             stops,
             session.generation,
             rows.commits_all,
-            before,
         )
 
     def narrow(self, session: Session, waiting: Sequence[ServedStep]) -> list[ServedStep]:
@@ -403,14 +411,19 @@ class Serving:
         Returns:
             Steps to put in the place of the last ones of ``waiting``, as many as there are.
         """
-        waiting = [step for step in waiting[-MAX_NARROWED_STEPS:] if step.generation == session.generation]
-        if not self.admission.holds(session) or not waiting:
+        num = min(len(session.befores), len(waiting))
+        if not self.admission.holds(session) or not num or num > session.narrow_credit:
             return []
-        last, allowed = waiting[-1].message, MAX_NARROWED_STEPS + NARROWED_PER_STEP * session.num_taken
-        if last.sequence + last.covers != session.log.next_sequence or session.num_narrowed + len(waiting) > allowed:
+        waiting, last = waiting[-num:], waiting[-1]
+        if (last.generation, last.message.sequence + last.message.covers) != (
+            session.generation,
+            session.log.next_sequence,
+        ):
             return []
-        session.num_narrowed += len(waiting)
-        session.log.restore(waiting[0].before)
+        session.num_narrowed += num
+        session.narrow_credit -= num
+        befores = [session.befores.pop() for _ in waiting]
+        session.log.restore(befores[-1])
         narrowed = []
         for step in waiting:
             before, rows = session.log.state(), _apply(session, step.message, only=frozenset(step.rows.nodes))
@@ -420,7 +433,8 @@ class Serving:
                 return []
             self.counters["rows_taken_back"] += len(step.rows.live_rows) - len(rows.live_rows)
             returned, out = _going_out(session, step.message, rows)
-            narrowed.append(replace(step, rows=rows, returned=returned, out=out, before=before))
+            narrowed.append(replace(step, rows=rows, returned=returned, out=out))
+            session.befores.append(before)
         return narrowed
 
     def rows_unfit(self, session: Session, message: Step, reason: str, *, now: MonotonicS) -> None:
@@ -464,6 +478,8 @@ class Serving:
         """How far the session is: in entries of its log, and in positions whose KV is in its place."""
         session, message = step.session, step.message
         session.num_unfinished -= 1
+        while len(session.befores) > session.num_unfinished:
+            session.befores.popleft()
         session.num_computed = max(session.num_computed, step.rows.num_final)
         if step.generation == session.generation:
             session.num_done = message.sequence + message.covers
@@ -615,6 +631,7 @@ class Serving:
         committed = session.log.fold(message.path_start, message.path)
         key, generation = _output_key(session), session.generation
         session.generation += 1
+        session.befores.clear()
         self.outputs.commit(key, first_position, [_name(generation, node) for node in committed])
         self.outputs.prune(key, is_live=_is_nothing)
         # Of a session that is folded again before anything new has come, what is unfinished is of the first time.
@@ -775,7 +792,6 @@ class Serving:
 
     def _take(self, session: Session, message: Step, payload: Payload) -> None:
         session.num_queued_rows += message.node_count
-        session.num_taken += 1
         session.next_taken = max(session.next_taken, message.sequence + message.covers)
         session.last_taken = max(session.last_taken, message.first_node + message.node_count - 1)
         self._commands.append(Take(session, message, payload))
@@ -829,7 +845,8 @@ class Serving:
         session = self.admission.held(message.session, user=peer)
         if session is None or not self._takes(session, message.epoch):
             self.counters["cancels_late"] += 1
-        elif session.log.cancel(message.root) and session.num_unfinished:
+        elif session.log.cancel(message.root) and message.root <= session.log.last_node and session.befores:
+            # A root that has not come is about nothing that has.
             self._commands.append(Narrow(session))
 
     def _note_committed(self, session: Session, rows: StepRows) -> None:
@@ -995,6 +1012,18 @@ def _going_out(
     row_of = {node: row for row, node in enumerate(rows.nodes)}
     returned = tuple(node for node in message.want if node in row_of)
     return returned, tuple(row_of[node] for node in returned)
+
+
+def _remember(session: Session, before: LogState) -> None:
+    """That the log can be taken back to before a step, as far as that is bounded; the latest steps count."""
+    befores = session.befores
+    befores.append(before)
+    while len(befores) > MAX_NARROWED_STEPS or sum(map(_num_nodes, befores)) > MAX_NARROWED_NODES:
+        befores.popleft()
+
+
+def _num_nodes(state: LogState) -> int:
+    return len(state.live) + len(state.skipped)
 
 
 def _name(generation: int, node: int) -> int:

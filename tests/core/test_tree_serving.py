@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
 
-from fusion_node.daemon.serving_core import MAX_NARROWED_STEPS, NARROWED_PER_STEP
-from fusion_node.engine.session_log_core import SessionLog
+from fusion_node.daemon.serving_core import (
+    MAX_NARROW_CREDIT,
+    MAX_NARROWED_NODES,
+    MAX_NARROWED_STEPS,
+    NARROWED_PER_STEP,
+)
+from fusion_node.engine.session_log_core import LogState, SessionLog
 from p2p.messages import (
     Cancel,
     CloseSession,
@@ -202,6 +208,53 @@ def test_cancels_cost_no_more_than_the_steps_that_they_are_about() -> None:
     while nodes[0].waiting:
         nodes[0].compute()
     assert session.log.state() == _chain_of(num_nodes).state()
+
+
+def test_cancels_are_not_paid_for_by_steps_of_long_ago() -> None:
+    nodes = three()
+    plan = opened(nodes, max_positions=240)
+    for index in range(100):
+        feed(nodes[0], plan, entry(plan, index, index, 1))
+    for index in range(100, 140):
+        feed(nodes[0], plan, tree(plan, index, index + 1, index), computes=False)
+    for root in range(101, 141):
+        nodes[0].receive(USER, Cancel(KEY, 0, root))
+    assert 0 < session_of(nodes[0]).num_narrowed <= MAX_NARROW_CREDIT
+
+
+def test_cancel_of_what_has_not_come_has_nothing_derived_anew() -> None:
+    nodes = three()
+    plan = opened(nodes)
+    feed(nodes[0], plan, tree(plan, 0, 1, 0, 0), computes=False)
+    for root in range(3, 40):
+        nodes[0].receive(USER, Cancel(KEY, 0, root))
+    assert session_of(nodes[0]).num_narrowed == 0
+    nodes[0].receive(USER, Cancel(KEY, 0, 2))
+    assert session_of(nodes[0]).num_narrowed == 1
+
+
+def test_what_is_remembered_of_waiting_steps_is_bounded() -> None:
+    """A thousand nodes whose rows did not come cost their sender a hundred bytes."""
+    nodes = three()
+    plan = opened(nodes, max_positions=240)
+    gc.collect()
+    others = set(map(id, _states()))
+    feed(
+        nodes[0],
+        plan,
+        entry(plan, 0, 0, 0, num_nodes=900, live=bytes(113), advance=0, want=()),
+        computes=False,
+    )
+    for index in range(1, 60):
+        feed(nodes[0], plan, tree(plan, index, 900 + index, 0), computes=False)
+    remembered = [state for state in _states() if id(state) not in others]
+    assert 0 < sum(len(state.live) + len(state.skipped) for state in remembered) <= MAX_NARROWED_NODES
+    nodes[0].receive(USER, Cancel(KEY, 0, 957))
+    assert [len(step.rows.nodes) for step in nodes[0].waiting] == [0, *[1] * 57, 0, 0]
+
+
+def _states() -> list[LogState]:
+    return [each for each in gc.get_objects() if isinstance(each, LogState)]
 
 
 def _chain_of(num_nodes: int) -> SessionLog:
