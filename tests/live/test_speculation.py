@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from fusion_node.client.generation import GenerationStats
 from fusion_node.client.sampling import SamplingParams
 from fusion_node.client.swarm import SwarmClient
 from tests.live.swarm_process import Nodes, run_cli
@@ -43,20 +44,22 @@ async def test_a_stage_killed_in_the_middle_changes_nothing(test_home: Path, thr
     spare = three_nodes.add("10:20")
     peers = three_nodes.current[0].addresses
 
-    async def run(speculation: str, victim: int | None) -> tuple[list[int], int]:
+    async def run(speculation: str, *, kills: bool) -> tuple[GenerationStats, list[str]]:
+        killed: list[str] = []
         async with SwarmClient(
             MODEL, peers=peers, home=test_home, mdns=False, threads=1, prefix_cache=False, speculation=speculation
         ) as swarm:
             generation = swarm.generate(PROMPT, params)
             async for _ in generation:
-                if victim is not None and generation.stats.completion_tokens >= 12:
+                if kills and not killed and generation.stats.completion_tokens >= 12:
                     used = {stage.peer for stage in generation.stats.stages}
                     node = next(n for n in (three_nodes.current[1], spare) if n.peer in used)
                     node.signal(signal.SIGKILL)
-                    victim = None
-            return generation.stats.token_ids, len(generation.stats.repairs)
+                    killed.append(node.peer)
+            return generation.stats, killed
 
-    plain, _ = await run("off", None)
-    tokens, num_repairs = await run("tree", 1)
-    assert tokens == plain
-    assert num_repairs == 1
+    plain, _ = await run("off", kills=False)
+    stats, (victim,) = await run("tree", kills=True)
+    assert stats.token_ids == plain.token_ids
+    assert [repair.peer for repair in stats.repairs] == [victim]
+    assert victim not in {stage.peer for stage in stats.stages}
