@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+import filelock
 import msgspec
 import typer
 from rich.console import Console
@@ -141,24 +142,25 @@ def train(
         seed=seed,
         texts=texts.digest,
     )
-    # Most of it is for training; what is held out is a twentieth, if that.
-    held_data = DraftData(work / "held-out", data_settings)
-    train_data = DraftData(work / "train", data_settings, max_bytes=max_bytes)
-    began = time.monotonic()
-    with _bars(console) as bars:
-        for what, data, jobs in (("Held out", held_data, texts.held_out), ("Answers", train_data, texts.learnt)):
-            wanted = None if data is held_data else tokens
-            _record(bars, what, target, data, jobs, wanted, batch=batch, longest=texts.longest, seed=seed)
-            # Also to a log that is no terminal, where no bar is drawn.
-            console.print(f"{what}: {data.num_learnt} positions in {len(data)} texts")
-    recorded = time.monotonic()
-    with _bars(console) as bars:
-        bars.add_task("Closed form", total=None)
-        trainer = Trainer(target, train_data, held_data, settings, work, model_id=stored.model_id)
-    head = _train(trainer, console)
-    head.save(out)
-    if not keep_data:
-        remove_tree(work)
+    with _alone_in(work):
+        # Most of it is for training; what is held out is a twentieth, if that.
+        held_data = DraftData(work / "held-out", data_settings)
+        train_data = DraftData(work / "train", data_settings, max_bytes=max_bytes)
+        began = time.monotonic()
+        with _bars(console) as bars:
+            for what, data, jobs in (("Held out", held_data, texts.held_out), ("Answers", train_data, texts.learnt)):
+                wanted = None if data is held_data else tokens
+                _record(bars, what, target, data, jobs, wanted, batch=batch, longest=texts.longest, seed=seed)
+                # Also to a log that is no terminal, where no bar is drawn.
+                console.print(f"{what}: {data.num_learnt} positions in {len(data)} texts")
+        recorded = time.monotonic()
+        with _bars(console) as bars:
+            bars.add_task("Closed form", total=None)
+            trainer = Trainer(target, train_data, held_data, settings, work, model_id=stored.model_id)
+        head = _train(trainer, console)
+        head.save(out)
+        if not keep_data:
+            remove_tree(work)
     result = {
         "head": str(out),
         "num_positions": train_data.num_learnt,
@@ -228,6 +230,25 @@ def evaluate(
         table.add_row("", "first 8", *(f"{share:.3f}" for share in acceptance.top8))
         table.add_row("", f"{acceptance.chain_length:.2f} of a chain of {depths}")
     Console(highlight=False).print(table)
+
+
+@contextlib.contextmanager
+def _alone_in(work: Path) -> Iterator[None]:
+    """Keeps others from training into the same folder: they would write the same shards and checkpoints."""
+    lock = filelock.FileLock(work / "lock")
+    try:
+        work.mkdir(parents=True, exist_ok=True)
+        lock.acquire(timeout=0)
+    except filelock.Timeout as error:
+        raise ConfigError(
+            f"another training writes to {work.parent}: wait until it has ended, or choose another --out"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"cannot write to {work}: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _load(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import save_file
@@ -147,3 +148,31 @@ def test_text_that_is_not_utf8_or_too_little_is_refused(home: Path, tmp_path: Pa
 def test_a_model_that_is_not_there_is_refused(home: Path, tmp_path: Path) -> None:
     assert isinstance(refused(home, "train", "nothing", "--out", str(tmp_path)), UnknownModel)
     assert "holds no draft head" in str(refused(home, "eval", "tiny", str(tmp_path)))
+
+
+def test_a_second_training_into_the_same_folder_is_refused_until_the_first_has_ended(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["train", "tiny", "--out", str(tmp_path / "head"), *SMALL, *ON_CPU]
+    found: list[BaseException] = []
+    whole = Trainer.run
+
+    def meanwhile(self: Trainer, *told: Any) -> TrainedHead:
+        monkeypatch.setattr(Trainer, "run", whole)
+        found.append(refused(home, *words))
+        return whole(self, *told)
+
+    monkeypatch.setattr(Trainer, "run", meanwhile)
+    run(home, *words)
+    assert isinstance(found[0], ConfigError)
+    assert "another training writes to" in str(found[0])
+    assert sorted(path.name for path in (tmp_path / "head").iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("where", ["a file", "below a file"])
+def test_train_into_what_is_no_folder_is_refused(home: Path, tmp_path: Path, where: str) -> None:
+    (tmp_path / "head").write_text("")
+    out = tmp_path / "head" / "deep" if where == "below a file" else tmp_path / "head"
+    error = refused(home, "train", "tiny", "--out", str(out), *SMALL, *ON_CPU)
+    assert isinstance(error, ConfigError), error
+    assert "cannot write to" in str(error)
