@@ -21,6 +21,7 @@ from __future__ import annotations
 import enum
 import heapq
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -34,6 +35,8 @@ MAX_CHAIN = 32
 
 NUM_BINS = 16
 """Of confidence, evenly spaced in its logarithm of odds between 1 and 99 per cent."""
+
+_BIN_EDGES = tuple(1.0 / (1.0 + 99.0 ** (1.0 - 2.0 * edge / NUM_BINS)) for edge in range(1, NUM_BINS))
 
 PRIOR_WEIGHT = 8.0
 """Candidates for which a drafter's own word counts in every bin."""
@@ -219,12 +222,14 @@ class Calibration:
         bins = self._bins.get(source)
         if bins is None:
             return confidence
-        counted = bins[_bin(confidence)]
+        counted = bins[bisect_right(_BIN_EDGES, confidence)]
         return _clamped((counted.right + PRIOR_WEIGHT * confidence) / (counted.count + PRIOR_WEIGHT))
 
     def record(self, source: str, confidence: float, is_chosen: bool) -> None:
         """One more candidate was verified: the text went on to where it hung, and then with it or otherwise."""
-        counted = self._bins.setdefault(source, [_Bin() for _ in range(NUM_BINS)])[_bin(_clamped(confidence))]
+        counted = self._bins.setdefault(source, [_Bin() for _ in range(NUM_BINS)])[
+            bisect_right(_BIN_EDGES, _clamped(confidence))
+        ]
         counted.right += is_chosen
         counted.count += 1.0
         if counted.count > MAX_COUNT:
@@ -233,12 +238,8 @@ class Calibration:
 
 
 def _clamped(confidence: float) -> float:
-    return min(0.999, max(0.001, confidence)) if confidence == confidence else 0.001
-
-
-def _bin(confidence: float) -> int:
-    odds = math.log(confidence / (1.0 - confidence)) / math.log(99.0)
-    return min(NUM_BINS - 1, max(0, int((odds + 1.0) / 2.0 * NUM_BINS)))
+    # Comparisons instead of min and max: this is called for every candidate of every path.
+    return confidence if 0.001 <= confidence <= 0.999 else 0.999 if confidence > 0.999 else 0.001
 
 
 # modes

@@ -171,6 +171,7 @@ class MixedDrafter:
         merged: list[dict[int, Candidate]] = [{} for _ in paths]
         for node in asked:
             node.candidates = []
+        probability_of = self._calibration.probability
         unsure = list(range(len(paths)))
         for drafter in list(self._drafters):
             if not unsure:
@@ -181,14 +182,16 @@ class MixedDrafter:
             source, still_unsure = drafter.name, []
             for index, found in zip(unsure, proposals, strict=True):
                 best, known = merged[index], asked[index].candidates
-                is_sure = False
+                most = 0.0
                 for token, confidence in found[:width]:
-                    probability = self._calibration.probability(source, confidence)
+                    probability = probability_of(source, confidence)
                     known.append((source, confidence, token))
-                    if token not in best or best[token].probability < probability:
+                    there = best.get(token)
+                    if there is None or there.probability < probability:
                         best[token] = Candidate(token, probability, source)
-                    is_sure = is_sure or probability >= SURE
-                if not is_sure:
+                    if probability > most:
+                        most = probability
+                if most < SURE:
                     still_unsure.append(index)
             unsure = still_unsure
         return [sorted(best.values(), key=_PROBABILITY, reverse=True)[:width] for best in merged]
