@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fusion_node.client.answer import AnswerShell, EncodedRows
-from fusion_node.client.answer_core import AnswerEvent, RowsWanted, StepDone, TreeRowsWanted, TreeStepDone
+from fusion_node.client.answer_core import AnswerEvent, Failed, RowsWanted, StepDone, TreeRowsWanted, TreeStepDone
 from fusion_node.client.drafting import Candidate
 from fusion_node.client.speculation_core import (
     CancelDead,
@@ -144,6 +144,10 @@ class SpeculativeShell(AnswerShell):
         token: int = await self._next_result()
         return token
 
+    def _end(self, error: BaseException) -> None:
+        self.speculation.close()
+        super()._end(error)
+
     # what the cores say
 
     def _pump(self) -> None:
@@ -167,6 +171,9 @@ class SpeculativeShell(AnswerShell):
                     self._returned(event.sequence, ((event.num_computed, last),), event.timings)
             case TreeStepDone():
                 self._returned(event.sequence, event.rows, event.timings)
+            case Failed():
+                self.speculation.close()
+                super()._follow(event)
             case _:
                 super()._follow(event)
         self._speculate()

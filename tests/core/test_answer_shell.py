@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,10 @@ import pytest
 
 from fusion_node.client.answer import AnswerShell, EncodedRows, Found
 from fusion_node.client.answer_core import AnswerCore, AnswerEvent, Place, StepDone, WantsAlternates, WantsRoute
+from fusion_node.client.drafting import Candidate
+from fusion_node.client.speculation_core import SpeculationCore
+from fusion_node.client.speculative_answer import Chosen, ReturnedRow, SpeculativeShell
+from fusion_node.engine.drafts import Verified
 from fusion_node.errors import FusionError, LocalProtocolError, NoRoute, PeerClosed
 from fusion_node.types import MonotonicS, PeerId
 from p2p.compression import Packed
@@ -26,6 +30,7 @@ from p2p.messages import (
     TensorMeta,
 )
 from p2p.records import PROTOCOL_VERSION, Plan, PlanStage
+from scheduler.speculation import Mode, ModePolicy
 
 NODE, OTHER = (Identity.from_seed(seed * 32).peer_id for seed in (b"n", b"o"))
 PLACE = Place(PlanStage(NODE, 0, 2, ("there",)))
@@ -143,6 +148,86 @@ def shell_with(node: OneNode) -> tuple[AnswerShell, Core]:
     )
     shell = AnswerShell(node, core, node, embed=embed, on_compute=on_compute, on_event=lambda event: None)  # type: ignore[arg-type]
     return shell, core
+
+
+class Guesses:
+    """Drafts 7 for everything, and chooses what it is told to."""
+
+    def __init__(self) -> None:
+        self.chosen: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self.is_asked = asyncio.Event()
+
+    async def choose(self, position: int, row: ReturnedRow, ahead: Sequence[ReturnedRow]) -> Chosen:
+        self.is_asked.set()
+        return Chosen(Verified([await self.chosen]))
+
+    def extend(self, verified: Verified) -> None:
+        pass
+
+    async def propose(self, paths: Sequence[Sequence[int]], width: int) -> list[list[Candidate]] | None:
+        return [[Candidate(7, 0.9, "x")] for _ in paths]
+
+
+def speculating_with(node: OneNode) -> tuple[SpeculativeShell, Guesses]:
+    plain, _ = shell_with(node)
+    speculation = SpeculationCore(
+        last_token=1,
+        num_prompt=1,
+        stop_position=9,
+        stop_tokens=frozenset(),
+        max_positions=16,
+        next_sequence=0,
+        policy=ModePolicy((Mode.TREE,)),
+    )
+    core, guesses = (
+        Core(
+            num_prompt=1,
+            row_size=2,
+            wire_dtype="f32",
+            make_plan=plain.core._make_plan,
+            new_session=lambda: b"s" * 16,
+            patience_s=0.0,
+            speculation=speculation,
+        ),
+        Guesses(),
+    )
+    shell = SpeculativeShell(
+        node,
+        core,
+        node,
+        embed=plain._embed,
+        on_compute=plain._on_compute,
+        on_event=lambda event: None,
+        speculation=speculation,
+        chooser=guesses,
+        drafting=guesses,
+        embed_tokens=lambda tokens: (TensorMeta("f32", len(tokens), 2), memoryview(b"12345678" * len(tokens))),
+        on_commit=lambda token: None,
+    )
+    return shell, guesses
+
+
+@pytest.mark.parametrize("fault", ["choice", "no route"])
+async def test_speculation_of_an_answer_that_has_ended_stands_still_though_nobody_has_left_it(fault: str) -> None:
+    node = OneNode()
+    shell, guesses = speculating_with(node)
+    async with asyncio.timeout(10.0), shell:
+        await node.until_sent(Step)
+        node.answer()
+        await guesses.is_asked.wait()
+        if fault == "choice":
+            guesses.chosen.set_exception(KeyError("a bug"))
+        else:
+            node.is_there = False
+            node.on_lost(NODE, PeerClosed(NODE, "gone"))
+        with pytest.raises(KeyError if fault == "choice" else NoRoute):
+            await shell.next_token()
+        assert shell.speculation.is_over
+        if fault == "no route":
+            guesses.chosen.set_result(7)
+            await asyncio.gather(*shell._tasks, return_exceptions=True)
+        assert shell.speculation.get_timer() is None
+        assert shell.speculation.stats.num_tokens == 0
 
 
 @pytest.mark.parametrize("where", ["timer", "message", "lost link", "event"])
