@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -445,69 +447,54 @@ def test_accusation_of_whom_is_known_to_be_gone_adds_nothing() -> None:
     assert judged(watch, at(5.0)) == []
 
 
-def rounds(watch: Watch, progress: list[tuple[int, int, float]]) -> tuple[float, list[Verdict | Recovered]]:
-    """Every stage answers at once that it is where it was, until somebody is found, after so many seconds."""
-    while (due := watch.get_timer()) is not None:
+def rounds(watch: Watch, progress: Callable[[int], tuple[int, int, float]]) -> tuple[float, list[Verdict | Recovered]]:
+    """Every stage answers at once how far it is, until somebody is found, after so many seconds."""
+    while (due := watch.get_timer()) is not None and due < at(60.0):
         watch.handle_timer(now=due)
         for stage in watch.to_ask():
-            watch.progressed(stage, *progress[stage], now=due)
+            watch.progressed(stage, *progress(stage), now=due)
         if found := watch.found():
             return due - T0, found
-    raise AssertionError("nothing is awaited any more")
+    raise AssertionError("nobody was found")
 
 
 def test_stage_that_answers_and_never_computes_is_stuck() -> None:
     watch = Watch([0.01] * 3)
     watch.expect(0.5, now=T0)
-    assert rounds(watch, [(5, 5, 0.0), (5, 4, 0.0), (4, 4, 0.0)])[1] == [Verdict(1, Cause.STUCK)]
+    assert rounds(watch, [(5, 5, 0.0), (5, 4, 0.0), (4, 4, 0.0)].__getitem__)[1] == [Verdict(1, Cause.STUCK)]
 
 
 def test_entry_that_is_lost_between_two_stages_is_their_links_fault() -> None:
     watch = Watch([0.01] * 3)
     watch.expect(0.5, now=T0)
-    assert rounds(watch, [(5, 5, 0.0), (5, 5, 0.0), (4, 4, 0.0)])[1] == [Verdict(2, Cause.PAIR, 1)]
+    assert rounds(watch, [(5, 5, 0.0), (5, 5, 0.0), (4, 4, 0.0)].__getitem__)[1] == [Verdict(2, Cause.PAIR, 1)]
 
 
 def test_result_that_never_comes_is_the_last_stages_fault() -> None:
     watch = Watch([0.01] * 2)
     watch.expect(0.5, now=T0)
-    assert rounds(watch, [(5, 5, 0.0), (5, 5, 0.0)])[1] == [Verdict(1, Cause.STUCK)]
+    assert rounds(watch, [(5, 5, 0.0), (5, 5, 0.0)].__getitem__)[1] == [Verdict(1, Cause.STUCK)]
 
 
 def test_numbers_that_go_up_and_down_are_no_progress() -> None:
     watch = Watch([0.01] * 2)
     watch.expect(0.5, now=T0)
-    num_asked = 0
-    while (due := watch.get_timer()) is not None and due < at(60.0):
-        watch.handle_timer(now=due)
-        for stage in watch.to_ask():
-            num_asked += 1
-            watch.progressed(stage, 5, 5 - num_asked // 2 % 2 if stage else 5, 0.0, now=due)
-        if found := watch.found():
-            assert found == [Verdict(1, Cause.STUCK)]
-            return
-    raise AssertionError("nobody was found")
+    flips = itertools.cycle((4, 5))
+    assert rounds(watch, lambda stage: (5, next(flips) if stage else 5, 0.0))[1] == [Verdict(1, Cause.STUCK)]
 
 
 def test_what_a_result_has_shown_is_no_progress_when_a_stage_tells_it_bit_by_bit() -> None:
     watch = Watch([0.01] * 2)
     watch.expect(0.5, now=T0)
     watch.all_applied(1000)
-    told = 0
-    while (due := watch.get_timer()) is not None and due < at(60.0):
-        watch.handle_timer(now=due)
-        for stage in watch.to_ask():
-            told += 1
-            watch.progressed(stage, told, told, 0.0, now=due)
-        if watch.found():
-            return
-    raise AssertionError("nobody was found")
+    told = itertools.count(1)
+    assert rounds(watch, lambda stage: ((num := next(told)), num, 0.0))[1]
 
 
 def test_stage_that_says_how_long_steps_wait_is_believed_so_long() -> None:
     watch = Watch([0.01])
     watch.expect(0.5, now=T0)
-    seconds, found = rounds(watch, [(5, 4, 15.0)])
+    seconds, found = rounds(watch, [(5, 4, 15.0)].__getitem__)
     assert found == [Verdict(0, Cause.STUCK)]
     assert STUCK_S + 15.0 <= seconds <= STUCK_S + 15.0 + MAX_TIMEOUT_S + 0.5
 
