@@ -8,6 +8,9 @@ could be at most. Of very many candidates the nearest and the fastest holders of
 
 Guarantees: a route covers every layer once and keeps every rule, no peer is in it twice, and every candidate that is
 not in it is told why. The same input gives the same answer, in whatever order the candidates come.
+
+Above 600 lines: who may be searched, what is searched, and why each of the others does not serve come from one pass
+over the candidates, and have to agree.
 """
 
 from __future__ import annotations

@@ -135,20 +135,9 @@ class AnswerRoutes:
                 log.debug("session open", session=event.session.hex()[:8], epoch=event.epoch)
             case StepDone():
                 num_rows = event.num_computed - answer.num_computed
-                answer.num_computed = event.num_computed
-                work.note(event.timings)
-                if event.has_row and event.round_trip_s is not None and num_rows == 1 and not event.num_under_way:
-                    # Of a prompt, chunks wait behind one another, and that is nobody's fault.
-                    timings = [(each.compute_us / 1e6, each.queue_us / 1e6) for each in event.timings]
-                    places, round_s = answer.planned.places, event.round_trip_s
-                    self._router.observe_round(places, timings, num_rows=num_rows, round_s=round_s)
+                self._computed(event, is_single=event.has_row and num_rows == 1)
             case TreeStepDone():
-                answer.num_computed = event.num_computed
-                work.note(event.timings)
-                if event.num_sent == 1 and event.round_trip_s is not None and not event.num_under_way:
-                    timings = [(each.compute_us / 1e6, each.queue_us / 1e6) for each in event.timings]
-                    places, round_s = answer.planned.places, event.round_trip_s
-                    self._router.observe_round(places, timings, num_rows=1, round_s=round_s)
+                self._computed(event, is_single=event.num_sent == 1)
             case Repaired():
                 log.info("answer repaired", kind=event.kind.value, cause=event.cause, stall_s=round(event.stall_s, 3))
                 stats.repairs += (
@@ -167,6 +156,15 @@ class AnswerRoutes:
                 self._router.note_failure(error)
             case _:
                 pass
+
+    def _computed(self, event: StepDone | TreeStepDone, *, is_single: bool) -> None:
+        self._answer.num_computed = event.num_computed
+        self._work.note(event.timings)
+        if is_single and event.round_trip_s is not None and not event.num_under_way:
+            # Of a prompt, chunks wait behind one another, and that is nobody's fault.
+            timings = [(each.compute_us / 1e6, each.queue_us / 1e6) for each in event.timings]
+            places = self._answer.planned.places
+            self._router.observe_round(places, timings, num_rows=1, round_s=event.round_trip_s)
 
     @property
     def _num_generated(self) -> int:
