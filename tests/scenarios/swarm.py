@@ -29,7 +29,7 @@ from p2p.identity import Identity
 from p2p.links import LinkPool
 from p2p.memory import MemoryNetwork, MemoryWorld
 from p2p.memory_discovery import MemoryDiscovery, World
-from p2p.messages import AnyMessage, OpenSession, Step, TensorMeta
+from p2p.messages import AnyMessage, OpenSession, SessionOpened, Step, TensorMeta
 from p2p.records import PROTOCOL_VERSION, NodeRecord, Plan, PlanStage, ShardRecord, sign_lease, sign_plan, sign_record
 from p2p.tensor_wire import decompress
 from tests.engine.tiny import TinyModel
@@ -249,6 +249,15 @@ class MemorySwarm:
         raw = Raw(self.world, f"host{next(self._numbers)}", identity)
         self._stack.push_async_callback(raw.pool.aclose)
         return raw
+
+    async def with_session(self, nodes: Sequence[Node]) -> tuple[Raw, Plan]:
+        """A stranger whose session is open on all of them."""
+        raw = self.stranger()
+        plan = self.plan(raw.peer, nodes)
+        await raw.open(plan, nodes)
+        for _ in nodes:
+            await raw.get(SessionOpened)
+        return raw, plan
 
     def plan(self, user: PeerId, nodes: Sequence[Node], **changes: object) -> Plan:
         now = time.time()

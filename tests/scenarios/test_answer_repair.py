@@ -10,11 +10,12 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
+import torch
 
 from fusion_node.client.answer import AnswerShell, EncodedRows, Found
 from fusion_node.client.answer_core import (
@@ -33,37 +34,24 @@ from fusion_node.client.answer_core import (
     WantsRoute,
 )
 from fusion_node.client.connection import SwarmConnection
-from fusion_node.engine.boundary import Boundary
-from fusion_node.engine.numerics import numerics_class
+from fusion_node.client.speculation_core import SpeculationCore
 from fusion_node.engine.tensor_codec import decode_rows
 from fusion_node.errors import LocalProtocolError, NoRoute, PeerError
 from fusion_node.types import LayerRange, PeerId, UnixS
 from p2p.compression import Packed
-from p2p.messages import SESSION_BYTES
+from p2p.messages import SESSION_BYTES, TensorMeta
 from p2p.records import Plan, PlanStage, open_lease, sign_plan
 from p2p.tensor_wire import decompress
-from tests.engine.tiny import TinyModel, tiny_model
-from tests.scenarios.swarm import CPU, MemorySwarm, Node, memory_swarm, until
+from tests.scenarios.swarm import MemorySwarm, Node, until
 
 PROMPT = tuple(7 + 13 * n % 120 for n in range(90))
 NUM_TOKENS = 10
 RANGES = ((0, 3), (3, 5), (5, 7))
 
 
-@pytest.fixture(scope="module")
-def model() -> TinyModel:
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def boundary(model: TinyModel) -> Boundary:
-    return Boundary.load(model, numerics=numerics_class("fp32"), device=CPU)
-
-
-@pytest.fixture
-async def swarm(model: TinyModel, boundary: Boundary) -> AsyncIterator[MemorySwarm]:
-    async with memory_swarm(model, boundary) as made:
-        yield made
+def rows_of(tensor: TensorMeta, payload: memoryview) -> torch.Tensor:
+    """What a frame holds."""
+    return decode_rows(tensor, decompress(payload, tensor) if tensor.codec else payload)
 
 
 @dataclass
@@ -96,49 +84,54 @@ class Answering:
         return [event.error.peer for event in self.events if isinstance(event, PeerFailed)]
 
     async def run(self, num_tokens: int = NUM_TOKENS) -> list[int]:
-        engine, boundary = self.swarm.nodes[0].engine, self.swarm.boundary
-        ids = list(self.prompt)
+        shell = AnswerShell(
+            self.connection, self.core(128), self, embed=self.embed, on_compute=self.on_compute, on_event=self.note
+        )
+        shell.retain = self.retain
+        async with asyncio.timeout(60.0), shell:
+            while len(self.tokens) < num_tokens:
+                logits = self.swarm.boundary.logits(rows_of(*await shell.next_row()))[0]
+                position = len(self.ids)
+                self.tokens.append(int(logits.argmax()))
+                self.on_token(len(self.tokens))
+                await self.next_is_wanted()
+                if len(self.tokens) < num_tokens:
+                    shell.append(position, self.swarm.rows(self.tokens[-1:]))
+        return self.tokens
+
+    @property
+    def ids(self) -> list[int]:
+        return [*self.prompt, *self.tokens]
+
+    def core(self, max_positions: int, speculation: SpeculationCore | None = None) -> AnswerCore:
+        engine = self.swarm.nodes[0].engine
 
         def plan_of(session: bytes, epoch: int, stages: tuple[PlanStage, ...]) -> tuple[Plan, bytes]:
             peer = self.connection.identity.peer_id
-            changes = {"session": session, "epoch": epoch, "stages": stages, "max_positions": 128}
+            changes = {"session": session, "epoch": epoch, "stages": stages, "max_positions": max_positions}
             plan = self.swarm.plan(peer, self.swarm.nodes[:1], **changes)
             return plan, sign_plan(plan, self.connection.identity)
 
-        async def embed(start: int, stop: int) -> EncodedRows:
-            return self.swarm.rows(ids[start:stop])
-
-        async def on_compute(work: Callable[[], Packed]) -> Packed:
-            return work()
-
-        def note(event: AnswerEvent) -> None:
-            self.events.append(event)
-            self.on_event(event)
-
-        core = AnswerCore(
-            num_prompt=len(ids),
+        return AnswerCore(
+            num_prompt=len(self.prompt),
             row_size=engine.hidden_size,
             wire_dtype=engine.wire_dtype,
             make_plan=plan_of,
             new_session=partial(secrets.token_bytes, SESSION_BYTES),
             open_lease=lambda envelope: open_lease(envelope, now=UnixS(time.time())),
             patience_s=1.0,
+            speculation=speculation,
         )
-        shell = AnswerShell(self.connection, core, self, embed=embed, on_compute=on_compute, on_event=note)
-        shell.retain = self.retain
-        async with asyncio.timeout(60.0), shell:
-            while len(self.tokens) < num_tokens:
-                tensor, payload = await shell.next_row()
-                row = decode_rows(tensor, decompress(payload, tensor) if tensor.codec else payload)
-                token = int(boundary.logits(row)[0].argmax())
-                position = len(ids)
-                ids.append(token)
-                self.tokens.append(token)
-                self.on_token(len(self.tokens))
-                await self.next_is_wanted()
-                if len(self.tokens) < num_tokens:
-                    shell.append(position, self.swarm.rows([token]))
-        return self.tokens
+
+    async def embed(self, start: int, stop: int) -> EncodedRows:
+        return self.swarm.rows(self.ids[start:stop])
+
+    async def on_compute(self, work: Callable[[], Packed]) -> Packed:
+        return work()
+
+    def note(self, event: AnswerEvent) -> None:
+        self.events.append(event)
+        self.on_event(event)
 
     async def next_is_wanted(self) -> None:
         """Awaited when a token has come and the next is not asked for."""
@@ -220,6 +213,15 @@ class Doing:
     def leave(self, node: Node) -> None:
         self.tasks.append(asyncio.create_task(node.server.drain(timeout_s=5.0, grace_s=30.0)))
 
+    def befall(self, node: Node, fault: str, swarm: MemorySwarm) -> None:
+        match fault:
+            case "kill":
+                self.kill(node)
+            case "freeze":
+                freeze(swarm, node)
+            case "leave":
+                self.leave(node)
+
 
 def once(condition: Callable[[object], bool], work: Callable[[], None]) -> Callable[[object], None]:
     """Calls it at the first that matches."""
@@ -243,13 +245,7 @@ async def test_lost_stage_is_replaced_and_the_tokens_stay_the_same(
     user, doing = await answering(swarm), Doing()
 
     def strike() -> None:
-        match fault:
-            case "kill":
-                doing.kill(nodes[stage])
-            case "freeze":
-                freeze(swarm, nodes[stage])
-            case "leave":
-                doing.leave(nodes[stage])
+        doing.befall(nodes[stage], fault, swarm)
 
     if when == "prefill":
         user.on_event = once(lambda event: isinstance(event, StepDone), strike)

@@ -19,7 +19,6 @@ import torch
 
 from fusion_node.daemon.admission_core import LEASE_S, MAX_QUEUED_ROWS, MAX_SESSIONS_PER_USER
 from fusion_node.engine.block_manager_core import SlotMove
-from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.kv_cache import KVPool
 from fusion_node.engine.numerics import numerics_class
 from fusion_node.engine.stage import Stage, StepInput
@@ -43,27 +42,11 @@ from p2p.messages import (
     TensorMeta,
 )
 from p2p.records import PROTOCOL_VERSION, Plan, PlanStage, sign_plan
-from tests.engine.tiny import TinyModel, tiny_model
-from tests.scenarios.swarm import CPU, MemorySwarm, Node, memory_swarm, step, until
+from tests.engine.tiny import TinyModel
+from tests.scenarios.swarm import CPU, MemorySwarm, Node, step, until
 
 PROMPT = [5, 17, 80, 9, 33, 121, 64]
 FP32 = numerics_class("fp32")
-
-
-@pytest.fixture(scope="module")
-def model() -> TinyModel:
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def boundary(model: TinyModel) -> Boundary:
-    return Boundary.load(model, numerics=FP32, device=CPU)
-
-
-@pytest.fixture
-async def swarm(model: TinyModel, boundary: Boundary) -> AsyncIterator[MemorySwarm]:
-    async with memory_swarm(model, boundary) as made:
-        yield made
 
 
 @pytest.fixture
@@ -392,11 +375,7 @@ async def test_bad_step_ends_only_its_own_session_with_a_code(
     changes: dict[str, object],
     code: str,
 ) -> None:
-    stranger = swarm.stranger()
-    plan = swarm.plan(stranger.peer, nodes)
-    await stranger.open(plan, nodes)
-    for _ in nodes:
-        await stranger.get(SessionOpened)
+    stranger, plan = await swarm.with_session(nodes)
     stranger.pool.send(nodes[0].peer, step(plan, tensor, **changes), payload)
     failed = await stranger.get(SessionFailed)
     assert isinstance(failed, SessionFailed)
@@ -416,11 +395,7 @@ class OverflowingStage(Stage):
 async def test_rows_that_overflow_inside_a_stage_are_not_passed_on(swarm: MemorySwarm) -> None:
     stage = OverflowingStage.load(swarm.model, LayerRange(0, 3), numerics=FP32, device=CPU)
     nodes = [await swarm.node(LayerRange(0, 3), stage=stage), await swarm.node(LayerRange(3, 7))]
-    stranger = swarm.stranger()
-    plan = swarm.plan(stranger.peer, nodes)
-    await stranger.open(plan, nodes)
-    for _ in nodes:
-        await stranger.get(SessionOpened)
+    stranger, plan = await swarm.with_session(nodes)
     tensor, payload = swarm.rows(PROMPT)
     stranger.pool.send(nodes[0].peer, step(plan, tensor), payload)
     message = await stranger.get(SessionFailed)
@@ -429,11 +404,7 @@ async def test_rows_that_overflow_inside_a_stage_are_not_passed_on(swarm: Memory
 
 
 async def test_same_step_twice_is_applied_once(swarm: MemorySwarm, nodes: list[Node], bystander: Bystander) -> None:
-    stranger = swarm.stranger()
-    plan = swarm.plan(stranger.peer, nodes)
-    await stranger.open(plan, nodes)
-    for _ in nodes:
-        await stranger.get(SessionOpened)
+    stranger, plan = await swarm.with_session(nodes)
     tensor, payload = swarm.rows(PROMPT)
     for _ in range(3):
         stranger.pool.send(nodes[0].peer, step(plan, tensor), payload)
@@ -503,10 +474,7 @@ async def held_node(swarm: MemorySwarm) -> tuple[Node, SlowStage]:
 
 async def test_queued_steps_of_a_closed_session_are_not_computed(swarm: MemorySwarm) -> None:
     node, stage = await held_node(swarm)
-    stranger = swarm.stranger()
-    plan = swarm.plan(stranger.peer, [node])
-    await stranger.open(plan, [node])
-    await stranger.get(SessionOpened)
+    stranger, plan = await swarm.with_session([node])
     for sequence in range(6):
         tensor, payload = swarm.rows([7])
         stranger.pool.send(node.peer, step(plan, tensor, sequence, first_node=1 + sequence), payload)
@@ -524,10 +492,7 @@ async def test_rows_that_are_cancelled_while_they_wait_are_not_computed_and_othe
     swarm: MemorySwarm, cancels: bool
 ) -> None:
     node, stage = await held_node(swarm)
-    stranger = swarm.stranger()
-    plan = swarm.plan(stranger.peer, [node])
-    await stranger.open(plan, [node])
-    await stranger.get(SessionOpened)
+    stranger, plan = await swarm.with_session([node])
     paths = {1: (5,), 2: (5, 6), 3: (5, 7), 4: (5, 6, 8), 5: (5, 7, 9), 6: (5, 6, 8, 10), 7: (5, 7, 9, 11)}
     steps = (((1,), (0,), 1), ((2, 3, 4, 5), (1, 1, 2, 3), 0), ((6, 7), (4, 5), 3))
     for sequence, (nodes, parents, advance) in enumerate(steps):
@@ -560,10 +525,7 @@ async def test_result_of_a_session_that_ended_is_not_taken_for_its_successor(
 ) -> None:
     """The same id is opened again, as after a failure, while a step of the first opening is still on the device."""
     node, stage = await held_node(swarm)
-    stranger = swarm.stranger()
-    plan = swarm.plan(stranger.peer, [node])
-    await stranger.open(plan, [node])
-    await stranger.get(SessionOpened)
+    stranger, plan = await swarm.with_session([node])
     bad = TensorMeta("f32", 1, 48)
     stranger.pool.send(node.peer, step(plan, *swarm.rows([9])[:1]), swarm.rows([9])[1])
     await until(lambda: stage.num_forward == 1)
@@ -733,10 +695,7 @@ async def two_devices(swarm: MemorySwarm) -> tuple[Node, FailsOnce]:
 
 async def test_rows_behind_a_forward_that_failed_on_a_later_device_are_computed_again(swarm: MemorySwarm) -> None:
     node, last = await two_devices(swarm)
-    stranger = swarm.stranger()
-    plan = swarm.plan(stranger.peer, [node])
-    await stranger.open(plan, [node])
-    await stranger.get(SessionOpened)
+    stranger, plan = await swarm.with_session([node])
     # A row that does not fit alone would end the session, so the forward that fails has two.
     for sequence, tokens in enumerate([PROMPT[:2], *([token] for token in PROMPT[2:])]):
         first = 1 if sequence == 0 else sequence + 2
@@ -784,10 +743,7 @@ async def test_forwards_do_not_pile_up_before_a_slower_device(swarm: MemorySwarm
 async def test_node_that_drains_finishes_a_forward_on_all_its_devices(swarm: MemorySwarm) -> None:
     node, last = await two_devices(swarm)
     last.num_forward = 1
-    stranger = swarm.stranger()
-    plan = swarm.plan(stranger.peer, [node])
-    await stranger.open(plan, [node])
-    await stranger.get(SessionOpened)
+    stranger, plan = await swarm.with_session([node])
     stranger.pool.send(node.peer, step(plan, swarm.rows(PROMPT)[0]), swarm.rows(PROMPT)[1])
     await until(lambda: node.server.status().num_in_flight_batches == 1)
     draining = asyncio.ensure_future(node.server.drain(timeout_s=20.0))
@@ -822,10 +778,7 @@ async def test_session_whose_kv_could_not_be_moved_ends_and_others_go_on(
     """Computed again it would read what the move should have put there: no answer is better than a wrong one."""
     node = await swarm.node(LayerRange(0, 7), cuts=cuts)
     node.engine._pool(len(cuts)).__class__ = StuckPool
-    stranger = swarm.stranger()
-    plan = swarm.plan(stranger.peer, [node])
-    await stranger.open(plan, [node])
-    await stranger.get(SessionOpened)
+    stranger, plan = await swarm.with_session([node])
     tree, payload = swarm.rows([5, 6, 7])
     stranger.pool.send(node.peer, step(plan, tree, first_node=1, parents=(0, 0, 1), advance=0, want=(1,)), payload)
     await stranger.get(StepResult)
@@ -867,10 +820,7 @@ async def test_lost_neighbour_is_named_to_the_user_and_frees_the_session(swarm: 
 
 
 async def test_lost_user_frees_the_session_everywhere(swarm: MemorySwarm, nodes: list[Node]) -> None:
-    stranger = swarm.stranger()
-    await stranger.open(swarm.plan(stranger.peer, nodes), nodes)
-    for _ in nodes:
-        await stranger.get(SessionOpened)
+    stranger, _ = await swarm.with_session(nodes)
     for node in nodes:
         swarm.world.cut(stranger.host, node.host)
         swarm.world.black_hole(stranger.host, node.host)

@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-
 import pytest
 
-from fusion_node.engine.boundary import Boundary
-from fusion_node.engine.numerics import numerics_class
 from fusion_node.types import LayerRange
 from p2p.messages import SessionOpened, SessionRefused, StepResult
 from p2p.records import PlanStage
-from tests.engine.tiny import tiny_model
-from tests.scenarios.swarm import CPU, MemorySwarm, memory_swarm, step
+from tests.engine.tiny import TinyModel, tiny_model
+from tests.scenarios.swarm import MemorySwarm, step
 
 BEGINS = (0, 1, 2, 5)
 """Layers 3, 4 and 6 use the choice of the layer before them."""
 
 
-@pytest.fixture
-async def swarm() -> AsyncIterator[MemorySwarm]:
-    model = tiny_model("glm_moe_dsa")
-    async with memory_swarm(model, Boundary.load(model, numerics=numerics_class("fp32"), device=CPU)) as made:
-        yield made
+@pytest.fixture(scope="module")
+def model() -> TinyModel:
+    return tiny_model("glm_moe_dsa")
 
 
 @pytest.mark.parametrize("cuts", [(), (2,)])

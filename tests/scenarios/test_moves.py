@@ -11,7 +11,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -23,7 +23,6 @@ from fusion_node.daemon.config import NodeConfig
 from fusion_node.daemon.life import NodeLife
 from fusion_node.daemon.memory_plan import WEIGHTS_SHARE, place_layers
 from fusion_node.daemon.serving_node import ServingNode, Shard
-from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.numerics import numerics_class
 from fusion_node.engine.stage import Stage
 from fusion_node.errors import ResourceExhausted, StoreCorrupted
@@ -38,21 +37,11 @@ from p2p.messages import Assign, Assigned, OpenSession, SessionRefused
 from p2p.reachability_verdict import Plane
 from p2p.records import PROTOCOL_VERSION, Assignment, NodeRecord, PlanStage, open_record, sign_assignment, sign_plan
 from p2p.seam import Listener, OnLink
-from tests.engine.tiny import TinyModel, tiny_model
-from tests.scenarios.swarm import CPU, MODEL, MemorySwarm, Raw, memory_swarm, until
+from tests.engine.tiny import TinyModel
+from tests.scenarios.swarm import CPU, MODEL, MemorySwarm, Raw, until
 from tests.scenarios.test_answer_repair import RANGES, Answering
 
 NUM_TOKENS = 10
-
-
-@pytest.fixture(scope="module")
-def model() -> TinyModel:
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def boundary(model: TinyModel) -> Boundary:
-    return Boundary.load(model, numerics=numerics_class("fp32"), device=CPU)
 
 
 @pytest.fixture(scope="module")
@@ -63,12 +52,6 @@ def stored(model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Source
     (folder / "tiny" / "tokenizer.json").write_text('{"version": "1.0"}')
     found = ModelStore(folder / "home").pull(str(folder / "tiny"))
     return Source(found.path, "tiny", MODEL, found.manifest)
-
-
-@pytest.fixture
-async def swarm(model: TinyModel, boundary: Boundary) -> AsyncIterator[MemorySwarm]:
-    async with memory_swarm(model, boundary) as made:
-        yield made
 
 
 @dataclass(frozen=True)

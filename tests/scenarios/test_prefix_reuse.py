@@ -19,14 +19,12 @@ from fusion_node.client.connection import SwarmConnection
 from fusion_node.client.prefix_cache_core import PrefixCache
 from fusion_node.client.session_core import Prefix, SessionCore
 from fusion_node.client.swarm import SwarmClient
-from fusion_node.engine.boundary import Boundary
-from fusion_node.engine.numerics import numerics_class
 from fusion_node.types import LayerRange
 from p2p.messages import RETAIN_S, CloseSession, OpenSession, SessionFailed, SessionOpened, StepResult
 from p2p.records import sign_plan
 from tests.engine.tiny import TinyModel, tiny_model
 from tests.scenarios.session import Session
-from tests.scenarios.swarm import CPU, Answer, MemorySwarm, Node, memory_swarm, step, until
+from tests.scenarios.swarm import Answer, MemorySwarm, Node, step, until
 
 FIRST = [7 + 13 * n % 120 for n in range(37)]
 NUM_ANSWER = 8
@@ -37,17 +35,6 @@ FAMILIES = ("llama", "mistral", "deepseek_v3", "glm_moe_dsa")
 @pytest.fixture(scope="module", params=FAMILIES[:1])
 def model(request: pytest.FixtureRequest) -> TinyModel:
     return tiny_model(request.param)
-
-
-@pytest.fixture(scope="module")
-def boundary(model: TinyModel) -> Boundary:
-    return Boundary.load(model, numerics=numerics_class("fp32"), device=CPU)
-
-
-@pytest.fixture
-async def swarm(model: TinyModel, boundary: Boundary) -> AsyncIterator[MemorySwarm]:
-    async with memory_swarm(model, boundary) as made:
-        yield made
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import torch
 
-from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.kv_cache import KVPool
 from fusion_node.engine.numerics import numerics_class
 from fusion_node.engine.stage import Stage, StepInput
@@ -42,8 +41,7 @@ from p2p.messages import (
 )
 from p2p.records import Lease, Plan, open_lease, sign_plan
 from tests.core.serving_world import Order, orders_of
-from tests.engine.tiny import TinyModel, tiny_model
-from tests.scenarios.swarm import CPU, MemorySwarm, Node, Raw, memory_swarm, step, until
+from tests.scenarios.swarm import CPU, MemorySwarm, Node, Raw, step, until
 
 PROMPT = [5, 17, 80, 9, 33, 121, 64, 2, 99, 14, 71]
 CHUNKS = (4, 4, 3)
@@ -51,23 +49,12 @@ NUM_TOKENS = 6
 RANGES = ((0, 3), (3, 5), (5, 7))
 
 
-@pytest.fixture(scope="module")
-def model() -> TinyModel:
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def boundary(model: TinyModel) -> Boundary:
-    return Boundary.load(model, numerics=numerics_class("fp32"), device=CPU)
-
-
 @pytest.fixture
-async def swarm(model: TinyModel, boundary: Boundary) -> AsyncIterator[MemorySwarm]:
-    async with memory_swarm(model, boundary) as made:
-        yield made
-        for node in made.nodes:
-            node.admission.check_integrity()
-            node.server.outputs.check_integrity()
+async def swarm(swarm: MemorySwarm) -> AsyncIterator[MemorySwarm]:
+    yield swarm
+    for node in swarm.nodes:
+        node.admission.check_integrity()
+        node.server.outputs.check_integrity()
 
 
 @dataclass

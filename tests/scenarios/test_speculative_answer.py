@@ -4,54 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import random
-import secrets
-import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import pytest
 
-from fusion_node.client.answer import EncodedRows
-from fusion_node.client.answer_core import AnswerCore, AnswerEvent, Opened, Prefix, RepairKind
+from fusion_node.client.answer_core import Opened, Prefix, RepairKind
 from fusion_node.client.drafting import Candidate
 from fusion_node.client.sampling import SamplingParams, choose_token
 from fusion_node.client.speculation_core import SpeculationCore
 from fusion_node.client.speculative_answer import Chosen, ReturnedRow, SpeculativeShell
-from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.drafts import Verified
-from fusion_node.engine.numerics import numerics_class
-from fusion_node.engine.tensor_codec import decode_rows
-from fusion_node.types import UnixS
-from p2p.compression import Packed
-from p2p.messages import SESSION_BYTES
-from p2p.records import Plan, PlanStage, open_lease, sign_plan
-from p2p.tensor_wire import decompress
 from scheduler.speculation import Mode, ModePolicy
-from tests.engine.tiny import TinyModel, tiny_model
-from tests.scenarios.swarm import CPU, MemorySwarm, memory_swarm
-from tests.scenarios.test_answer_repair import PROMPT, Answering, Doing, answering, freeze, nodes_of, once
+from tests.scenarios.swarm import MemorySwarm
+from tests.scenarios.test_answer_repair import PROMPT, Answering, Doing, answering, nodes_of, once, rows_of
 
 NUM_TOKENS = 24
 GREEDY = SamplingParams()
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.95)
 SEED = 11
-
-
-@pytest.fixture(scope="module")
-def model() -> TinyModel:
-    return tiny_model("llama")
-
-
-@pytest.fixture(scope="module")
-def boundary(model: TinyModel) -> Boundary:
-    return Boundary.load(model, numerics=numerics_class("fp32"), device=CPU)
-
-
-@pytest.fixture
-async def swarm(model: TinyModel, boundary: Boundary) -> AsyncIterator[MemorySwarm]:
-    async with memory_swarm(model, boundary) as made:
-        yield made
 
 
 @dataclass
@@ -92,15 +63,13 @@ class Speculating(Answering):
 
     async def choose(self, position: int, row: ReturnedRow, ahead: Sequence[ReturnedRow]) -> Chosen:
         await asyncio.sleep(0)
-        tensor, payload = row.of.tensor, row.of.payload
-        rows_TD = decode_rows(tensor, decompress(payload, tensor) if tensor.codec else payload)
+        rows_TD = rows_of(row.of.tensor, row.of.payload)
         logits_V = self.swarm.boundary.logits(rows_TD[row.index : row.index + 1])[0]
-        seen = [*self.prompt, *self.tokens]
+        seen = self.ids
         assert len(seen) == position
         return Chosen(Verified([choose_token(logits_V, self.params, seed=SEED, position=position, seen=seen)]))
 
     async def run(self, num_tokens: int = NUM_TOKENS) -> list[int]:
-        engine = self.swarm.nodes[0].engine
         num_positions = len(self.prompt) + num_tokens
         speculation = SpeculationCore(
             last_token=self.prompt[-1],
@@ -112,43 +81,17 @@ class Speculating(Answering):
             policy=ModePolicy(self.modes),
         )
 
-        def plan_of(session: bytes, epoch: int, stages: tuple[PlanStage, ...]) -> tuple[Plan, bytes]:
-            peer = self.connection.identity.peer_id
-            changes = {"session": session, "epoch": epoch, "stages": stages, "max_positions": num_positions + 64}
-            plan = self.swarm.plan(peer, self.swarm.nodes[:1], **changes)
-            return plan, sign_plan(plan, self.connection.identity)
-
-        async def embed(start: int, stop: int) -> EncodedRows:
-            return self.swarm.rows([*self.prompt, *self.tokens][start:stop])
-
-        async def on_compute(work: Callable[[], Packed]) -> Packed:
-            return work()
-
-        def note(event: AnswerEvent) -> None:
-            self.events.append(event)
-            self.on_event(event)
-
         def commit(token: int) -> None:
             self.tokens.append(token)
             self.on_token(len(self.tokens))
 
-        core = AnswerCore(
-            num_prompt=len(self.prompt),
-            row_size=engine.hidden_size,
-            wire_dtype=engine.wire_dtype,
-            make_plan=plan_of,
-            new_session=partial(secrets.token_bytes, SESSION_BYTES),
-            open_lease=lambda envelope: open_lease(envelope, now=UnixS(time.time())),
-            patience_s=1.0,
-            speculation=speculation,
-        )
         shell = SpeculativeShell(
             self.connection,
-            core,
+            self.core(num_positions + 64, speculation),
             self,
-            embed=embed,
-            on_compute=on_compute,
-            on_event=note,
+            embed=self.embed,
+            on_compute=self.on_compute,
+            on_event=self.note,
             speculation=speculation,
             chooser=self,
             drafting=self.guesses,
@@ -200,13 +143,7 @@ async def test_lost_stage_is_replaced_and_the_tokens_stay_the_same(
     user, doing = await speculating(swarm, 0.8, expected, params=params), Doing()
 
     def strike() -> None:
-        match fault:
-            case "kill":
-                doing.kill(nodes[stage])
-            case "freeze":
-                freeze(swarm, nodes[stage])
-            case "leave":
-                doing.leave(nodes[stage])
+        doing.befall(nodes[stage], fault, swarm)
 
     user.on_token = once(lambda count: count == 8, strike)
     assert await user.run() == expected

@@ -10,15 +10,13 @@ import pytest
 import torch
 
 from fusion_node.client.connection import SwarmConnection
-from fusion_node.engine.boundary import Boundary
-from fusion_node.engine.numerics import numerics_class
 from fusion_node.engine.tensor_codec import decode_rows
 from fusion_node.errors import PeerRefused
 from p2p.compression import FEATURE, Compressor
 from p2p.messages import INT8, ZSTD, SessionFailed, SessionOpened, SessionRefused, StepResult, TensorMeta
 from p2p.tensor_wire import compress
 from tests.engine.tiny import TinyModel, tiny_model
-from tests.scenarios.swarm import CPU, MemorySwarm, Node, memory_swarm, step
+from tests.scenarios.swarm import MemorySwarm, Node, step
 
 PROMPT = [7 + 13 * n % 120 for n in range(24)]
 HIDDEN = 160
@@ -28,17 +26,6 @@ HIDDEN = 160
 @pytest.fixture(scope="module")
 def model() -> TinyModel:
     return tiny_model("llama", hidden_size=HIDDEN)
-
-
-@pytest.fixture(scope="module")
-def boundary(model: TinyModel) -> Boundary:
-    return Boundary.load(model, numerics=numerics_class("fp32"), device=CPU)
-
-
-@pytest.fixture
-async def swarm(model: TinyModel, boundary: Boundary) -> AsyncIterator[MemorySwarm]:
-    async with memory_swarm(model, boundary) as made:
-        yield made
 
 
 @pytest.fixture
