@@ -96,8 +96,9 @@ DraftModelName = Annotated[
     str | None,
     typer.Option(
         "--draft-model",
-        metavar="MODEL",
-        help="A small model in the store with the same tokenizer, that guesses on this machine.",
+        metavar="MODEL|DIR",
+        help="A small model in the store with the same tokenizer, or the folder of a draft head of the model, that "
+        "guesses on this machine.",
     ),
 ]
 Allow = Annotated[

@@ -41,10 +41,12 @@ from fusion_node.client.user_rules import UserRules, objective_of
 from fusion_node.engine.architectures import first_layers, load_config, max_positions
 from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.device import choose_device, prepare_thread, set_threads
+from fusion_node.engine.draft_head import DraftHead
+from fusion_node.engine.draft_head_files import CONFIG_FILE
 from fusion_node.engine.draft_model import DraftModel
 from fusion_node.engine.numerics import numerics_class
 from fusion_node.engine.tensor_codec import RowsNotFinite, decode_rows, encode_rows
-from fusion_node.errors import ConfigError, ContextTooLong, NoPeers
+from fusion_node.errors import ConfigError, ContextTooLong, NoPeers, UnknownModel
 from fusion_node.store import ModelStore, StoredModel
 from fusion_node.types import LayerRange, MonotonicS, PeerId, UnixS
 from fusion_node.wire import WireError
@@ -98,7 +100,8 @@ class SwarmClient:
             private swarm, and otherwise what nodes pay unless told otherwise.
         speculation: ``auto`` guesses ahead where that is faster, ``tree`` and ``chain`` only in that way, ``off``
             never. It does not change what an answer says.
-        draft_model: name or id of a small model in the local store with the same tokenizer, that guesses as well.
+        draft_model: name or id of a small model in the local store with the same tokenizer, that guesses as well; or
+            the folder of a draft head that was made for the model (docs/drafting.md).
         drafters: what guesses, in the place of what needs no model.
         connection: an existing connection; it is used and not closed.
 
@@ -132,7 +135,7 @@ class SwarmClient:
         self._modes = modes_of(speculation)
         if draft_model is not None and self._modes is None:
             raise ConfigError("a draft model is of no use without speculation: leave one of the two out")
-        self._draft_source = None if draft_model is None else ModelStore(home).find(draft_model)
+        self._draft_source = None if draft_model is None else _draft_source(ModelStore(home), draft_model)
         self._priority = 1 if background else 0
         self.model = ModelStore(home).find(model)
         self._numerics = numerics_class(numerics)
@@ -280,14 +283,33 @@ class SwarmClient:
         if self._drafts is not None:
             self._exact_rows = exact_rows(boundary, self._vocabulary)
         tokenizer = Tokenizer(self.model.path)
-        if self._draft_source is not None and self._drafts is not None:
-            source = self._draft_source
+        source = self._draft_source
+        if isinstance(source, Path) and self._drafts is not None:
+            self._drafts.add(self._load_head(source, boundary).drafter)
+        elif isinstance(source, StoredModel) and self._drafts is not None:
             check_same_tokens(Tokenizer(source.path).vocabulary, tokenizer.vocabulary, name=source.name)
             draft_model = DraftModel.load(
                 source, vocabulary=self._vocabulary, numerics=self._numerics, device=self._device
             )
             self._drafts.add(draft_model.drafter)
         return boundary, tokenizer
+
+    def _load_head(self, folder: Path, boundary: Boundary) -> DraftHead:
+        head = DraftHead.load(
+            folder,
+            boundary,
+            hidden_size=self._hidden_size,
+            vocabulary=self._vocabulary,
+            num_layers=self.num_layers,
+            model_id=self.model.model_id,
+        )
+        if head.tap_layers:
+            raise ConfigError(
+                f"{folder} takes the rows of layers {', '.join(map(str, head.tap_layers))} too, and "
+                "nodes return those of the last one alone: take an EAGLE or EAGLE-2 head, or train one with "
+                "--features last"
+            )
+        return head
 
     async def _loaded(self) -> tuple[Boundary, Tokenizer]:
         if self._loading is None:
@@ -562,6 +584,21 @@ class SwarmClient:
         seen.append(token)
         ends = is_last or (token in self._eos_ids and not work.params.ignore_eos)
         return token, None if ends else self._embed(boundary, [token])
+
+
+def _draft_source(store: ModelStore, name: str) -> StoredModel | Path:
+    """A model of the store, or else a folder of that name, as of a draft head.
+
+    Raises:
+        UnknownModel: there is neither.
+    """
+    try:
+        return store.find(name)
+    except UnknownModel:
+        folder = Path(name)
+        if (folder / CONFIG_FILE).is_file():
+            return folder
+        raise
 
 
 class _RowRefused(Exception):

@@ -6,13 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from fusion_node.cli.main import app
+from fusion_node.client.swarm import SwarmClient
 from fusion_node.engine.draft_training import Trainer
+from fusion_node.engine.drafts import Verified
 from fusion_node.engine.trained_head import TrainedHead
 from fusion_node.errors import ConfigError, UnknownModel
 from fusion_node.store import ModelStore
@@ -176,3 +180,28 @@ def test_train_into_what_is_no_folder_is_refused(home: Path, tmp_path: Path, whe
     error = refused(home, "train", "tiny", "--out", str(out), *SMALL, *ON_CPU)
     assert isinstance(error, ConfigError), error
     assert "cannot write to" in str(error)
+
+
+def test_client_guesses_with_the_head_in_a_folder(
+    home: Path, trained: tuple[Path, dict[str, object], str], tmp_path: Path
+) -> None:
+    client = SwarmClient("tiny", home=home, mdns=False, speculation="tree", draft_model=str(trained[0]))
+    client._load()
+    assert client._drafts is not None
+    (maker,) = client._drafts._makers[2:]
+    drafter = maker(20)
+    drafter.begin([5, 6])
+    drafter.extend(Verified([7], rows_TD=np.ones((1, 48), dtype=np.float32)))
+    assert len(drafter.propose([(), (9,)], 4)[1]) == 4
+
+
+def test_client_refuses_a_head_that_needs_rows_which_nodes_do_not_return(
+    home: Path, trained: tuple[Path, dict[str, object], str], tmp_path: Path
+) -> None:
+    config = msgspec.structs.replace(TrainedHead.load(trained[0]).config, feature_layers=(1, 3))
+    TrainedHead(config).save(tmp_path / "head")
+    client = SwarmClient("tiny", home=home, mdns=False, speculation="tree", draft_model=str(tmp_path / "head"))
+    with pytest.raises(ConfigError, match=r"takes the rows of layers 1 too.*--features last"):
+        client._load()
+    with pytest.raises(UnknownModel, match="nowhere"):
+        SwarmClient("tiny", home=home, mdns=False, speculation="tree", draft_model=str(tmp_path / "nowhere"))
