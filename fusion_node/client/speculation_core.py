@@ -445,6 +445,11 @@ class SpeculationCore:
         """How long a row takes on the wire to the first stage, as last measured."""
         self._uplink_row_s = max(0.0, row_s)
 
+    def put_off(self) -> None:
+        """The token that is to be chosen waits for its reader: the time until then says nothing of any mode."""
+        self._policy.paused()
+        self._commit_times.clear()
+
     def pause(self) -> None:
         """The stages are being replaced: nothing is sent until ``restart``."""
         self._is_paused = True

@@ -27,6 +27,9 @@ from fusion_node.engine.drafts import Verified
 from fusion_node.types import PeerId
 from p2p.messages import StageTiming, TensorMeta
 
+MAX_UNREAD = 32
+"""Tokens that wait for their reader. Who reads slower than nodes compute keeps them busy no longer than for these."""
+
 
 class RowUnfit(Exception):
     """A row that came back cannot be used: its sender's fault, unlike anything that goes wrong afterwards."""
@@ -122,6 +125,8 @@ class SpeculativeShell(AnswerShell):
         self._row_s = row_s
         self._verified: Verified | None = None
         """Of the token that was chosen last."""
+        self._put_off: Choose | None = None
+        """What is chosen once the reader has taken some of what waits for it."""
         self._speculation_timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> SpeculativeShell:
@@ -142,6 +147,9 @@ class SpeculativeShell(AnswerShell):
             FusionError: the answer cannot go on.
         """
         token: int = await self._next_result()
+        if self._put_off is not None:
+            put_off, self._put_off = self._put_off, None
+            self._spawn(self._choose(put_off))
         return token
 
     def _end(self, error: BaseException) -> None:
@@ -199,6 +207,9 @@ class SpeculativeShell(AnswerShell):
                 case Expand():
                     # Asked here: what is committed meanwhile is not the text that the paths go on from.
                     self._spawn(self._draft(event, self._drafting.propose(event.paths, event.width)))
+                case Choose() if self._results.qsize() >= MAX_UNREAD:
+                    self._put_off = event
+                    self.speculation.put_off()
                 case Choose():
                     self._spawn(self._choose(event))
                 case Commit(token):

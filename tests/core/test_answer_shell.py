@@ -13,7 +13,7 @@ from fusion_node.client.answer import AnswerShell, EncodedRows, Found
 from fusion_node.client.answer_core import AnswerCore, AnswerEvent, Place, StepDone, WantsAlternates, WantsRoute
 from fusion_node.client.drafting import Candidate
 from fusion_node.client.speculation_core import SpeculationCore
-from fusion_node.client.speculative_answer import Chosen, ReturnedRow, SpeculativeShell
+from fusion_node.client.speculative_answer import MAX_UNREAD, Chosen, ReturnedRow, SpeculativeShell
 from fusion_node.engine.drafts import Verified
 from fusion_node.errors import FusionError, LocalProtocolError, NoRoute, PeerClosed
 from fusion_node.types import MonotonicS, PeerId
@@ -168,16 +168,16 @@ class Guesses:
         return [[Candidate(7, 0.9, "x")] for _ in paths]
 
 
-def speculating_with(node: OneNode) -> tuple[SpeculativeShell, Guesses]:
+def speculating_with(node: OneNode, mode: Mode = Mode.TREE, stop_position: int = 9) -> tuple[SpeculativeShell, Guesses]:
     plain, _ = shell_with(node)
     speculation = SpeculationCore(
         last_token=1,
         num_prompt=1,
-        stop_position=9,
+        stop_position=stop_position,
         stop_tokens=frozenset(),
-        max_positions=16,
+        max_positions=stop_position + 7,
         next_sequence=0,
-        policy=ModePolicy((Mode.TREE,)),
+        policy=ModePolicy((mode,)),
     )
     core, guesses = (
         Core(
@@ -260,6 +260,21 @@ async def test_foreign_link_that_ends_with_an_error_of_ours_concerns_nobody_else
         node.on_lost(NODE, LocalProtocolError("a frame that must not be sent"))
         with pytest.raises(LocalProtocolError):
             await shell.next_row()
+
+
+async def test_reader_who_is_slow_holds_the_speculation_up() -> None:
+    node = OneNode()
+    shell, guesses = speculating_with(node, Mode.PLAIN, 2 * MAX_UNREAD)
+    guesses.chosen.set_result(7)
+    async with asyncio.timeout(10.0), shell:
+        for count in range(MAX_UNREAD + 1):
+            await node.until_sent(Step, count + 1)
+            node.answer()
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert sum(isinstance(each, Step) for each in node.sent) == MAX_UNREAD + 1
+        assert await shell.next_token() == 7
+        await node.until_sent(Step, MAX_UNREAD + 2)
 
 
 async def test_session_is_kept_only_when_it_was_whole_at_the_end() -> None:
