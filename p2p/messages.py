@@ -164,6 +164,8 @@ class OpenSession(Message, frozen=True, array_like=True, tag="open"):
     path_start: U32 = 0
     path: NodeIds = ()
     """With ``folds``: the user's committed nodes at the positions from ``path_start`` on, by their ids before."""
+    path_epoch: U32 = 0
+    """With ``folds``: when all stages had last answered, and those ids were in force. Each fold begins them anew."""
 
 
 class SessionOpened(Message, frozen=True, array_like=True, tag="opened"):
@@ -481,7 +483,7 @@ def _check_open(message: OpenSession) -> None:
         raise WireError("a prefix that is not the id of a session")
     if message.folds and not message.resumes:
         raise WireError("only a session that is resumed has a tree to fold")
-    if (message.path or message.path_start) and not message.folds:
+    if (message.path or message.path_start or message.path_epoch) and not message.folds:
         raise WireError("a path that nothing is folded along")
     if any(node >= after for node, after in itertools.pairwise(message.path)) or message.path[:1] == (0,):
         raise WireError("the nodes of a path are not in ascending order")

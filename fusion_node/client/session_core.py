@@ -332,6 +332,8 @@ class SessionCore:
         """Up to where the tree begins, if there is one."""
         self._tree: SentTree | None = None
         self._fold: Fold | None = None
+        self._opened_epoch = 0
+        """Of the plan that all stages had answered last; see OpenSession.path_epoch."""
         """What the session is going on with, or has gone on with."""
         self._is_renamed = False
         """All stages have folded: nodes have the names that they have now."""
@@ -720,6 +722,7 @@ class SessionCore:
                 folds=fold is not None,
                 path_start=0 if fold is None else fold.first_position,
                 path=() if fold is None else fold.nodes,
+                path_epoch=0 if fold is None else self._opened_epoch,
             )
             self._outbox.append((peer, message))
         self._expect(now)
@@ -764,6 +767,7 @@ class SessionCore:
     def _all_opened(self, stages: list[StageHas], now: MonotonicS) -> None:
         self.state = SessionState.READY
         self._open_deadline = None
+        self._opened_epoch = self.plan.epoch
         orders: list[Order] | NotRetained
         if self._was_open:
             orders = replay_orders(

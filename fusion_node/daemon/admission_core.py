@@ -132,6 +132,7 @@ class Session:
         num_computed: committed positions whose KV has been computed and is written no more.
         num_done: entries that were computed, as the sequence of the next one.
         num_unfinished: steps that the log has applied and that are not computed yet.
+        numbered_at: the epoch in which ids of its nodes began.
         generation: how often its tree was folded: ids of nodes and sequences are of one generation.
         fold: what of the generation before is still being computed; None when nothing is.
         befores: the log before each of the last steps that it has applied and that are not computed, as far as it can
@@ -164,6 +165,7 @@ class Session:
     num_computed: int = 0
     num_done: int = 0
     num_unfinished: int = 0
+    numbered_at: int = 0
     generation: int = 0
     fold: Fold | None = None
     befores: deque[LogState] = field(default_factory=deque, repr=False)
@@ -220,6 +222,12 @@ class Session:
         if self.num_queued_rows == 0 or self.kept_until is not None:
             return self.promised_until
         return None if self.grace is None else self.grace.until
+
+    def folds_along(self, message: OpenSession) -> bool:
+        """Whether the path of a plan of a higher epoch is of its own numbering, and leads on from what is committed."""
+        if message.path and not self.log.is_plain and not self.numbered_at <= message.path_epoch <= self.plan.epoch:
+            return False
+        return self.log.fits(message.path_start, message.path)
 
     def lease(self, node: PeerId, *, issued_at: float, lease_s: float) -> Lease:
         """What the node promises the user, to be signed.
@@ -308,7 +316,7 @@ class Admission:
                 return self._count(Refused(RefusalCode.TOO_OFTEN, "too many plans for one session; wait a moment"))
             is_alike = (held.layers, held.plan.wire, held.plan.max_positions) == (layers, plan.wire, plan.max_positions)
             # Whose committed prefix is another than its user's is of no use to it.
-            if is_alike and (not message.folds or held.log.fits(message.path_start, message.path)):
+            if is_alike and (not message.folds or held.folds_along(message)):
                 self._adopt(held, plan, message.stage, now)
                 held.resumable_from = resumable_from
                 return held
@@ -331,6 +339,7 @@ class Admission:
             reused_positions=reused,
             num_computed=reused,
             resumable_from=resumable_from,
+            numbered_at=plan.epoch,
         )
         if message.folds:
             session.log.next_sequence = session.num_done = reused  # an entry per position

@@ -631,6 +631,7 @@ class Serving:
         committed = session.log.fold(message.path_start, message.path)
         key, generation = _output_key(session), session.generation
         session.generation += 1
+        session.numbered_at = session.plan.epoch
         session.befores.clear()
         self.outputs.commit(key, first_position, [_name(generation, node) for node in committed])
         self.outputs.prune(key, is_live=_is_nothing)

@@ -141,6 +141,7 @@ def test_step_whose_rows_and_nodes_do_not_fit_is_refused(changes: dict[str, obje
         ({"resumes": False}, "only a session that is resumed"),
         ({"folds": False}, "nothing is folded along"),
         ({"folds": False, "path": ()}, "nothing is folded along"),
+        ({"folds": False, "path": (), "path_start": 0, "path_epoch": 1}, "nothing is folded along"),
         ({"path": (7, 7)}, "ascending order"),
         ({"path": (8, 7)}, "ascending order"),
         ({"path": (0, 7)}, "ascending order"),

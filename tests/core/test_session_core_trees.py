@@ -229,7 +229,7 @@ def test_stages_fold_along_what_is_committed() -> None:
     openings = resume(session, Fold(3, (4, 6), is_awaited=True))
     assert len(openings) == 3
     assert all(each.resumes and each.folds for each in openings)
-    assert {(each.path_start, each.path) for each in openings} == {(3, (4, 6))}
+    assert {(each.path_start, each.path, each.path_epoch) for each in openings} == {(3, (4, 6), EPOCH)}
 
 
 def test_a_folded_log_has_an_entry_per_position_and_is_brought_up_to_date() -> None:

@@ -80,7 +80,7 @@ def tree(plan: Plan, sequence: int, first: int, *parents: int, **changes: object
     return entry(plan, sequence, 0, len(parents), **(fields | changes))
 
 
-def fold(node: Node, nodes: list[Node], epoch: int, path_start: int, *path: int) -> Plan:
+def fold(node: Node, nodes: list[Node], epoch: int, path_start: int, *path: int, path_epoch: int = 0) -> Plan:
     """The session is resumed with a fold, the next stage is there, and nothing has been said yet."""
     plan = plan_of(USER, nodes, epoch)
     stage = nodes.index(node)
@@ -88,7 +88,17 @@ def fold(node: Node, nodes: list[Node], epoch: int, path_start: int, *path: int)
     node.plans[envelope] = plan
     node.receive(
         USER,
-        OpenSession(KEY, epoch, stage, envelope, resumes=True, folds=True, path_start=path_start, path=path),
+        OpenSession(
+            KEY,
+            epoch,
+            stage,
+            envelope,
+            resumes=True,
+            folds=True,
+            path_start=path_start,
+            path=path,
+            path_epoch=path_epoch,
+        ),
     )
     if node.connecting:
         node.connected()
@@ -324,6 +334,22 @@ def test_session_whose_prefix_is_not_on_the_path_is_opened_anew() -> None:
     opened_now = told(nodes[0])
     assert (opened_now.next_sequence, opened_now.num_positions, opened_now.retained_positions) == (0, 0, 0)
     assert not nodes[0].admission.holds(before)
+
+
+@pytest.mark.parametrize(("path_epoch", "is_adopted"), [(0, False), (1, True), (2, False)])
+def test_path_of_another_numbering_is_not_gone_along(path_epoch: int, is_adopted: bool) -> None:
+    """The session's ids are those of epoch 1, and would fit."""
+    nodes = three()
+    plan = opened(nodes)
+    feed(nodes[0], plan, entry(plan, 0, 0, 3))
+    feed(nodes[0], plan, tree(plan, 1, 4, 3, 3))
+    later = fold(nodes[0], nodes, 1, 0, 1, 2, 3, 5)
+    feed(nodes[0], later, tree(later, 4, 5, 4, 4))
+    nodes[0].sent.clear()
+    before = session_of(nodes[0])
+    fold(nodes[0], nodes, 3, 0, 1, 2, 3, 4, 6, path_epoch=path_epoch)
+    assert told(nodes[0]).num_positions == (5 if is_adopted else 0)
+    assert nodes[0].admission.holds(before) == is_adopted
 
 
 def test_plain_session_folds_whatever_the_path_and_goes_on() -> None:

@@ -120,7 +120,7 @@ class TreeWorld(World):
     def opening(self, stage: int, envelope: bytes, *, resumes: bool) -> OpenSession:
         start = self.rng.randrange(self.base + 1)
         path = tuple(self.node_at[start:])
-        fold = {"folds": True, "path_start": start, "path": path} if resumes else {}
+        fold = {"folds": True, "path_start": start, "path": path, "path_epoch": self.numbering} if resumes else {}
         return OpenSession(KEY, self.epoch, stage, envelope, resumes=resumes, **fold)  # type: ignore[arg-type]
 
     def replay(self) -> None:

@@ -119,7 +119,12 @@ MESSAGES: tuple[tuple[AnyMessage, bytes], ...] = (
     (SessionOpened(SESSION, 0, 1, 30.0), b""),
     (SessionOpened(SESSION, 0, 1, 30.0, 48), b""),
     (OpenSession(SESSION, 1, 1, b"plan", resumes=True), b""),
-    (OpenSession(SESSION, 2, 1, b"plan", resumes=True, folds=True, path_start=640, path=(651, 653, 700)), b""),
+    (
+        OpenSession(
+            SESSION, 2, 1, b"plan", resumes=True, folds=True, path_start=640, path=(651, 653, 700), path_epoch=1
+        ),
+        b"",
+    ),
     (SessionOpened(SESSION, 1, 1, 30.0, 0, b"lease", 7, 640, 640), b""),
     (Resend(SESSION, 1, 0, 7, 0, 256, False, 1), b""),
     (Resend(SESSION, 1, 7, 1, 640, 1, True), b""),
