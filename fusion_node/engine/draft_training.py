@@ -311,18 +311,13 @@ class Trainer:
         self.step += 1
         return value
 
-    @property
-    def _fc(self) -> Standardised:
-        fc: Any = self.head.fc
-        assert isinstance(fc, Standardised)  # noqa: S101 until the end of the training
-        return fc
-
     def _noise(self, batch: Batch, step: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(self.settings.seed * 1_000_003 + step)
         features = batch.features_BTkD[:, :-1]
         noise = torch.rand(features.shape, generator=generator) * 2 - 1
         num_features = features.shape[2] * features.shape[3]
-        scale = self._fc.scale[:num_features].view(features.shape[2:])
+        fc: Any = self.head.fc  # Standardised until the end of the training
+        scale: torch.Tensor = fc.scale[:num_features].view(features.shape[2:])
         return noise.to(scale) * scale * self.settings.noise
 
     def _first_seen(self, batch: Batch, step: int) -> torch.Tensor:
