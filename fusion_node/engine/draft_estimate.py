@@ -64,8 +64,8 @@ def estimate(
     training_s = num_steps * step_s * _TRAINING_FACTOR
     kv_bytes = batch_size * text_tokens * target.stage.kv_bytes_per_position
     return Estimate(
-        round(recording_s, 1),
-        round(training_s, 1),
+        round(recording_s, 3),
+        round(training_s, 3),
         num_positions * target.bytes_per_position,
         process_memory_bytes(target.device) + max(kv_bytes, head_bytes),
     )
