@@ -266,7 +266,8 @@ class Admission:
     Attributes:
         blocks: the KV of all sessions together; a session's table has its id as key.
         first_layers: of the model, at which a session may begin; None: at all of them.
-        draining: the node leaves; no session is opened any more.
+        draining: the node leaves, or goes over to other layers; no session is opened any more.
+        draining_reason: why, in words for users.
         paused: why no session is opened for now, in words for its user; None while they are.
     """
 
@@ -278,6 +279,7 @@ class Admission:
     first_layers: frozenset[int] | None = None
     refused: Counter[str] = field(default_factory=Counter)
     draining: bool = False
+    draining_reason: str = "the node is shutting down"
     paused: str | None = None
     _sessions: dict[bytes, Session] = field(default_factory=dict)
     _retained: dict[tuple[PeerId, bytes], _Retained] = field(default_factory=dict)
@@ -495,7 +497,7 @@ class Admission:
     def _check_room(self, message: OpenSession, source: PeerId, *, is_resumed: bool) -> Refused | None:
         """Why no session is opened anew now."""
         if self.draining:
-            return Refused(RefusalCode.DRAINING, "the node is shutting down")
+            return Refused(RefusalCode.DRAINING, self.draining_reason)
         if self.paused is not None:
             return Refused(RefusalCode.PAUSED, self.paused)
         if is_resumed:

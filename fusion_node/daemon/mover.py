@@ -106,6 +106,11 @@ class Movable(Protocol):
         ...
 
     @property
+    def paused(self) -> str | None:
+        """Why it serves nobody for now; None while it does."""
+        ...
+
+    @property
     def is_between(self) -> bool:
         """Whether it serves nothing, because the old layers had to go before the others could come."""
         ...
@@ -187,7 +192,12 @@ class Mover:
         view = await self._lookout.look()
         own = self._node.as_host()
         answer = self._desk.receive(
-            message.assignment, source=source, own=own, others=view.hosts, now=UnixS(self._unix_clock())
+            message.assignment,
+            source=source,
+            own=own,
+            others=view.hosts,
+            now=UnixS(self._unix_clock()),
+            paused=self._node.paused,
         )
         if isinstance(answer, str):
             log.info("assignment refused", scheduler=short(source), reason=answer)

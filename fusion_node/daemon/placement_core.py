@@ -140,13 +140,21 @@ class AssignmentDesk:
     last_sequence: int = 0
 
     def receive(
-        self, envelope: bytes, *, source: PeerId, own: Host, others: Sequence[Host], now: UnixS
+        self,
+        envelope: bytes,
+        *,
+        source: PeerId,
+        own: Host,
+        others: Sequence[Host],
+        now: UnixS,
+        paused: str | None = None,
     ) -> LayerRange | str:
         """The layers to go over to, or why not, for people.
 
         Args:
             source: who has sent it.
             own: with what it holds and what fits; ``is_pinned`` when its operator has chosen the layers.
+            paused: why the node serves nobody for now.
         """
         if self.scheduler is None:
             return "this node takes no assignments: its operator names a scheduler with --scheduler"
@@ -155,19 +163,21 @@ class AssignmentDesk:
         assignment = open_assignment(envelope, now=now)
         if isinstance(assignment, Refusal):
             return f"the assignment is {assignment.value}"
-        problem = self._problem(assignment, own, others)
+        problem = self._problem(assignment, own, others, paused)
         if problem is not None:
             return problem
         self.last_sequence = assignment.sequence
         return LayerRange(assignment.start, assignment.stop)
 
-    def _problem(self, assignment: Assignment, own: Host, others: Sequence[Host]) -> str | None:
+    def _problem(self, assignment: Assignment, own: Host, others: Sequence[Host], paused: str | None) -> str | None:
         if assignment.scheduler != self.scheduler or assignment.node != self.own:
             return "the assignment is for another node, or by another scheduler"
         if assignment.sequence <= self.last_sequence:
             return "the assignment is older than one that was obeyed"
         if assignment.model_id != self.model_id:
             return "another model is served here"
+        if paused is not None:
+            return f"the node serves nobody now: {paused}"
         if own.is_pinned:
             return "the operator of this node has chosen its layers with --layers"
         if assignment.stop > self.work.num_layers:

@@ -243,16 +243,23 @@ class NodeServer:
         """The sessions that were to be handed over may stay; not those of ``drain_sessions``."""
         self._serving.stay()
 
-    async def drain(self, *, timeout_s: float, grace_s: float = 0.0, hurry: asyncio.Event | None = None) -> None:
+    async def drain(
+        self,
+        *,
+        timeout_s: float,
+        grace_s: float = 0.0,
+        hurry: asyncio.Event | None = None,
+        reason: str = "the node is shutting down",
+    ) -> None:
         """Takes no more sessions, hands over those that are open, finishes what is running, and ends the rest.
 
         Args:
             timeout_s: for what is running after that.
             grace_s: for users to take their sessions elsewhere.
             hurry: ends that when it is set.
+            reason: what users are told.
         """
-        self._admission.draining = True
-        reason = "the node is shutting down"
+        self._admission.draining, self._admission.draining_reason = True, reason
         if grace_s > 0 and self._admission.sessions:
             draining = asyncio.ensure_future(self.drain_sessions(grace_s=grace_s, reason=reason))
             hurried = asyncio.ensure_future((hurry or asyncio.Event()).wait())

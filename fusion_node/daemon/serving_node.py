@@ -84,6 +84,9 @@ RECORD_REUSE_S = 1.0
 DRAIN_S = 5.0
 """How long a node that is told to stop waits for the steps that are running."""
 
+MOVES_REASON = "the node goes over to other layers"
+"""For users whose sessions it hands over."""
+
 MAX_ASSIGNMENTS = 4
 """That are looked at at once: each looks at the swarm."""
 
@@ -627,6 +630,11 @@ class ServingNode:
         withdrawn = asyncio.ensure_future(self._discovery.withdraw(self._signed_record(leaving=True)))
         await self._server.drain(timeout_s=DRAIN_S, grace_s=self._config.drain_grace_s, hurry=hurry)
         await asyncio.wait((withdrawn,), timeout=DRAIN_S)
+        withdrawn.cancel()
+        (error,) = await asyncio.gather(withdrawn, return_exceptions=True)
+        if isinstance(error, BaseException):
+            # It is forgotten when its record runs out.
+            log.warning("withdrawing the record failed", reason=str(error) or type(error).__name__)
         if self.on_left is not None:
             await self.on_left()
         log.info("left")
@@ -648,6 +656,10 @@ class ServingNode:
     def _tell(self, peer: PeerId, message: AnyMessage) -> None:
         with contextlib.suppress(PeerError):  # whoever is gone cannot be told
             self._pool.send(peer, message)
+
+    @property
+    def paused(self) -> str | None:
+        return self._admission.paused
 
     def as_host(self) -> Host:
         own_s = self._pace.seconds_per_layer(time.monotonic())[0]
@@ -743,6 +755,9 @@ class ServingNode:
             if place is None:
                 continue
             if before is None:
+                bound = _bound(self._config, device)
+                if bound is not None:  # it may hold nothing yet
+                    limit_device_memory(device, bound.max_bytes)
                 load = functools.partial(Stage.load, self._model, place, numerics=numerics, device=device)
             else:
                 load = functools.partial(before.moved, self._model, place)
@@ -784,7 +799,7 @@ class ServingNode:
         kv_bytes = MIN_KV_POSITIONS * stage.kv_bytes_per_position
         self._is_between = True
         self._exchange(dataclasses.replace(shard, stages=(stage,), kv_budget_bytes=kv_bytes))
-        self._admission.draining = True
+        self._admission.draining, self._admission.draining_reason = True, MOVES_REASON
 
     def _free_what_is_dropped(self) -> None:
         """A server and its forwards refer to one another, and so to the old layers: only a collection frees those."""
@@ -806,10 +821,10 @@ class ServingNode:
 
     async def _stop_serving(self) -> None:
         """Hands all sessions over, and gives the KV back."""
-        self._admission.draining = True
+        self._admission.draining, self._admission.draining_reason = True, MOVES_REASON
         if self._admission.paused is None:
             await self._announce()
-        await self._server.drain(timeout_s=DRAIN_S, grace_s=self._config.drain_grace_s)
+        await self._server.drain(timeout_s=DRAIN_S, grace_s=self._config.drain_grace_s, reason=MOVES_REASON)
         self._engine.release_kv()
 
     # what its operator sees and orders: life.Working and manners.Host

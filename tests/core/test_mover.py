@@ -44,6 +44,7 @@ class FakeNode:
 
     own: Host = field(default_factory=lambda: Host(INITIATOR.peer_id, 10, 0.002, LayerRange(0, 10)))
     is_between: bool = False
+    paused: str | None = None
     error: Exception | None = None
     intents: list[LayerRange | None] = field(default_factory=list)
     told: asyncio.Queue[LayerRange | None] = field(default_factory=asyncio.Queue)
@@ -90,6 +91,12 @@ async def test_a_later_order_to_stay_takes_back_one_that_was_not_begun() -> None
     running.cancel()
     assert node.own.held == LayerRange(0, 10)
     assert node.intents == []
+
+
+async def test_a_paused_node_says_that_it_is_paused() -> None:
+    node = FakeNode(own=Host(INITIATOR.peer_id, 10, 0.002, LayerRange(0, 10), is_pinned=True), paused="paused by hand")
+    answer = await mover(node, [host("other", 10, (0, 10))]).take(RESPONDER.peer_id, order(1, 10, 20))
+    assert answer.problem == "the node serves nobody now: paused by hand"
 
 
 async def test_an_order_to_go_back_is_carried_out_after_the_one_that_is_under_way() -> None:

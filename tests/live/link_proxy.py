@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import selectors
 import socket
 import struct
@@ -481,14 +482,17 @@ def socket_of(transport: asyncio.Transport) -> socket.socket:
     return found
 
 
+_PORTS = iter(random.sample(range(20_000, 32_000, 2), 6_000))
+"""Each once, and below those that systems hand out by themselves (from 32768 on Linux, 49152 on macOS): between this
+look and the start of a node, some seconds later, nobody else gets one for a connection of its own."""
+
+
 def free_port_pair(host: str) -> int:
     """A port such that it and the next one are free now."""
-    for _ in range(100):
+    for port in _PORTS:
         with contextlib.ExitStack() as stack:
-            first = stack.enter_context(socket.socket())
-            first.bind((host, 0))
-            port: int = first.getsockname()[1]
-            if port < 65535 and _is_free(stack.enter_context(socket.socket()), host, port + 1):
+            probes = [stack.enter_context(socket.socket()) for _ in range(2)]
+            if all(_is_free(probe, host, port + index) for index, probe in enumerate(probes)):
                 return port
     raise RuntimeError("no two free ports next to one another")
 

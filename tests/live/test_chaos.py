@@ -46,13 +46,7 @@ from tests.live.chaos_node import Garbage
 from tests.live.swarm_process import MODEL
 from tests.live.test_gateway_live import started
 
-pytestmark = [
-    pytest.mark.live,
-    pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.timeout(300),
-    # Connections that are cut while they are made leave sockets to the garbage collector, at some later time.
-    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-]
+pytestmark = [pytest.mark.live, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

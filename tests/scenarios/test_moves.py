@@ -392,6 +392,7 @@ async def test_node_between_tells_of_no_layers_and_takes_no_session(swarm: Memor
             refused = await user.get(SessionRefused)
             assert isinstance(refused, SessionRefused)
             assert refused.code == "draining"
+            assert refused.reason == "the node goes over to other layers"
         finally:
             goes_on.set()
         assert await going
