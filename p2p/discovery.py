@@ -46,6 +46,7 @@ from p2p.control import (
     IncomingStream,
     RelayLimits,
 )
+from p2p.first_answers import GRACE_S, first_answers
 from p2p.gate import PeerGate
 from p2p.identity import Identity, short
 from p2p.invite import Invite, parse_bootstrap
@@ -83,9 +84,8 @@ ANSWER_TIMEOUT_S = 9.0
 """For the answer of a further protocol: less than the asker's connection waits (REQUEST_TIMEOUT_S of the adapter)."""
 
 LOOKUP_TIMEOUT_S = 15.0
-LOOKUP_GRACE_S = 1.0
-"""How much longer ``find`` waits for the DHT when connected peers have answered. The look-up goes on; the next ``find``
-has its results."""
+"""Of one in the DHT. ``find`` waits no longer for it than for peers that do not answer; the next ``find`` has its
+results."""
 
 WITHDRAW_TIMEOUT_S = 1.5
 MAX_PARALLEL = 8
@@ -290,8 +290,8 @@ class Discovery:
         self._doubtful_asks = asyncio.Semaphore(MAX_DOUBTFUL_ASKS)
         self._checking = asyncio.Semaphore(1)
         """So that puzzles take one core at most."""
-        self._waiting_for: dict[int, asyncio.Future[None]] = {}
-        """By token of what was asked."""
+        self._waiting_for: dict[int, asyncio.Future[bool]] = {}
+        """By token of what was asked: whether there was an answer."""
         self._timer: asyncio.TimerHandle | None = None
         self._lookups: dict[ModelId | None, asyncio.Task[None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -479,12 +479,18 @@ class Discovery:
                 async with asyncio.timeout_at(deadline):
                     await self._met.wait()
         lookup = self._lookup(model_id)
-        asked = self._core.pull(model_id, self._moment())
+        tokens = self._core.pull(model_id, self._moment())
         self._pump()
-        await self._wait_for(asked, deadline - loop.time())
-        found = self._exchange.serving(model_id, now=self._now())
-        patience_s = min(LOOKUP_GRACE_S, deadline - loop.time()) if found else deadline - loop.time()
-        await asyncio.wait({lookup}, timeout=max(0.0, patience_s))
+        asked: set[asyncio.Future[bool]] = {self._waiting_for[token] for token in tokens if token in self._waiting_for}
+        pending: set[asyncio.Future[Any]] = await first_answers(
+            {*asked, lookup},
+            timeout_s=min(deadline - loop.time(), GRACE_S + EXCHANGE_TIMEOUT_S * bool(asked)),
+            is_answer=lambda each: each in asked and each.result(),
+        )
+        while pending and (left_s := deadline - loop.time()) > 0.0:
+            if self._exchange.serving(model_id, now=self._now()):
+                break
+            _, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         if lookup.done() and not lookup.cancelled() and isinstance(lookup.exception(), ControlPlaneDown):
             raise ControlPlaneDown("the libp2p thread has stopped; it is being started again")
         return self._exchange.serving(model_id, now=self._now())
@@ -673,7 +679,7 @@ class Discovery:
                 self._core.not_answered(ask.token, silence, why, self._moment())
             waiting = self._waiting_for.pop(ask.token)
             if not waiting.done():
-                waiting.set_result(None)
+                waiting.set_result(answer is not None)
             self._pump()
 
     async def _check_puzzles(self, answer: bytes, source: PeerId) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -34,6 +35,10 @@ class World:
     def __init__(self) -> None:
         self.reachable: dict[PeerId, RecordExchange] = {}
         self.refusal: PeerError | None = None
+        self.silent: set[PeerId] = set()
+        """Who never answers, though its connection holds."""
+        self.num_given_up = 0
+        """Requests that were no longer waited for."""
         self.connected_at_start: list[PeerId] = []
         self.disconnected: list[PeerId] = []
         self.runners: list[FakeRunner] = []
@@ -47,6 +52,13 @@ class World:
     def lose(self, identity: Identity) -> None:
         del self.reachable[identity.peer_id]
         self.runners[-1].hooks.on_connection(identity.peer_id, False)
+
+
+class Never:
+    """To be awaited for ever."""
+
+    def __await__(self) -> Iterator[None]:
+        yield
 
 
 class FakeHost:
@@ -71,6 +83,8 @@ class FakeHost:
     async def request(self, peer: PeerId, protocol: str, request: bytes, *, limit_bytes: int) -> bytes:
         if self._world.refusal is not None:
             raise self._world.refusal
+        if peer in self._world.silent:
+            await Never()
         return self._world.reachable[peer].answer(request, source=US.peer_id, now=UnixS(time.time()))
 
     async def join_dht(self, peer: PeerId) -> None: ...
@@ -110,13 +124,20 @@ class FakeRunner:
     def submit(
         self, call: Callable[[], Awaitable[Any]], on_done: Callable[[Any, BaseException | None], None]
     ) -> Callable[[], None]:
+        running = call().__await__()
         try:
-            call().__await__().__next__()
+            next(running)
         except StopIteration as done:
             on_done(done.value, None)
         except Exception as error:
             on_done(None, error)
+        else:
+            return partial(self._give_up, running)
         return lambda: None
+
+    def _give_up(self, running: Generator[Any, Any, Any]) -> None:
+        running.close()
+        self._world.num_given_up += 1
 
     def stop(self) -> None:
         self._over.set()
@@ -221,6 +242,21 @@ async def test_user_that_is_cut_off_is_told_at_once_what_it_still_knows() -> Non
         world.lose(FIRST)
         await until(lambda: user.num_peers == 0)
         assert [r.peer for r in await user.find(None, timeout_s=2 * PATIENCE_S)] == [SECOND.peer_id]
+
+
+async def test_look_up_waits_for_those_who_answer_and_not_for_one_that_has_frozen() -> None:
+    world = World()
+    world.add(FIRST)
+    async with user_of(world) as user:
+        await user.wait_for_peer(PATIENCE_S)
+        world.add(SECOND)
+        world.silent.add(SECOND.peer_id)
+        user._on_connection(SECOND.peer_id, True)
+        await until(lambda: user.num_peers == 2)
+        world.add(FIRST, record_of(SECOND))
+        (found,) = await user.find(None, timeout_s=PATIENCE_S)
+        assert found.peer == SECOND.peer_id
+        assert world.num_given_up == 0, "it waited until the question was given up"
 
 
 def paid_record_of(identity: Identity) -> bytes:
