@@ -32,10 +32,11 @@ from fusion_node.types import PeerId
 from p2p.addresses import PeerAddress
 from p2p.control import ControlNode, ControlPlaneDown, IncomingStream
 from p2p.identity import Identity, public_key_of, short
+from p2p.link_emulation import EmulatedLine
 from p2p.noise_core import LinkRefusal
 from p2p.records import PROTOCOL_VERSION
 from p2p.sealed import Credentials, SealedLink, initiate, respond
-from p2p.seam import ChannelReceiver, Gate, Link, Listener, OnLink, OpenGate, PathKind
+from p2p.seam import Channel, ChannelReceiver, Gate, Link, Listener, OnLink, OpenGate, PathKind
 from p2p.stream_pipe import LENGTH_BYTES, StreamPipe
 
 HIGH_WATER_BYTES = 128 * 1024
@@ -76,7 +77,7 @@ class Libp2pNetwork:
     Args:
         identity: that of the host, too.
         host: may be started later.
-        psk, gate, version: as those of WebSocketNetwork.
+        psk, gate, version, line: as those of WebSocketNetwork.
     """
 
     def __init__(
@@ -87,9 +88,11 @@ class Libp2pNetwork:
         psk: bytes | None = None,
         gate: Gate | None = None,
         version: int = PROTOCOL_VERSION,
+        line: EmulatedLine | None = None,
     ) -> None:
         self.refused: Counter[str] = Counter()
         self._peer = identity.peer_id
+        self._line = line
         self._host = host
         self._credentials = Credentials(identity, self.refused, psk, version)
         self._gate = gate or OpenGate()
@@ -108,11 +111,12 @@ class Libp2pNetwork:
         except ConfigError as error:
             raise PeerUnreachable(expect or address, str(error)) from error
         pipe = StreamPipe()
-        channel = _StreamChannel(pipe, address, self._channels)
+        stream = _StreamChannel(pipe, address, self._channels)
+        channel = self.over_line(stream)
         try:
             async with asyncio.timeout(timeout_s):
                 opened = await self._host.call(lambda node: node.open_stream(peer, via, pipe))
-                channel.opened(opened.path, opened.remote_address)
+                stream.opened(opened.path, opened.remote_address)
                 return await initiate(channel, self._credentials, expect=expect or peer)
         except BaseException as error:
             channel.abort()
@@ -135,6 +139,10 @@ class Libp2pNetwork:
         self._host.on_stream = listener.accept
         await self._host.call(lambda node: node.accept_streams(True))
         return listener
+
+    def over_line(self, stream: _StreamChannel) -> Channel:
+        """The channel that a link runs over."""
+        return stream if self._line is None else self._line.over(stream)
 
     def _went_down(self) -> None:
         """The thread has ended: no stream of it lives, whether or not it could still say so."""
@@ -175,8 +183,9 @@ class _StreamListener:
     async def _serve(self, stream: IncomingStream) -> None:
         network = self._network
         refused, gate = network.refused, network._gate
-        channel = _StreamChannel(stream.pipe, stream.remote_address, network._channels)
-        channel.opened(stream.path, stream.remote_address)
+        opened = _StreamChannel(stream.pipe, stream.remote_address, network._channels)
+        opened.opened(stream.path, stream.remote_address)
+        channel = network.over_line(opened)
         # Behind a relay many share the host; and the connection below has been let in by whoever guards the library's.
         host = "" if stream.path is PathKind.RELAYED else stream.remote_address.rpartition(":")[0]
         refusal = gate.refuse_stream(stream.peer)

@@ -1,8 +1,9 @@
 """The in-memory twin of the WebSocket: the same sealed links, over queues instead of sockets.
 
 A MemoryWorld holds the hosts of one test or simulation. Every host gets a MemoryNetwork, listens on ``host:port`` and
-dials others. Bytes really are encrypted; nothing takes any time. Faults are put in from outside: ``cut`` ends
-connections, ``black_hole`` swallows what is sent without telling anybody, ``tamper`` rewrites messages on the way.
+dials others. Bytes really are encrypted; nothing takes any time, unless a host's line is emulated (p2p.link_emulation),
+which passes in no time on p2p.virtual_time. Faults are put in from outside: ``cut`` ends connections, ``black_hole``
+swallows what is sent without telling anybody, ``tamper`` rewrites messages on the way.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from fusion_node.errors import (
 )
 from fusion_node.types import PeerId
 from p2p.identity import Identity
+from p2p.link_emulation import EmulatedLine
 from p2p.noise_core import MAX_SEGMENT_BYTES, LinkRefusal
 from p2p.records import PROTOCOL_VERSION
 from p2p.sealed import Credentials, SealedLink, initiate, respond
-from p2p.seam import ChannelReceiver, Gate, Link, Listener, OnLink, OpenGate, PathKind
+from p2p.seam import Channel, ChannelReceiver, Gate, Link, Listener, OnLink, OpenGate, PathKind
 
 HIGH_WATER_BYTES = 64 * 1024
 """As much as an asyncio transport buffers before it asks the writer to wait."""
@@ -85,12 +87,14 @@ class MemoryNetwork:
         psk: bytes | None = None,
         gate: Gate | None = None,
         version: int = PROTOCOL_VERSION,
+        line: EmulatedLine | None = None,
     ) -> None:
         self.refused: Counter[str] = Counter()
         self._world = world
         self._credentials = Credentials(identity, self.refused, psk, version)
         self._gate = gate or OpenGate()
         self._host = host
+        self._line = line
 
     def path_of(self, address: str) -> PathKind:
         """See Network.path_of."""
@@ -100,7 +104,8 @@ class MemoryNetwork:
         """See Network.dial."""
         listener = self._world.listeners.get(address)
         remote_host = address.rpartition(":")[0]
-        here, there = _channel_pair(self._world, self._host, remote_host, address)
+        end, there = _channel_pair(self._world, self._host, remote_host, address)
+        here = _over(self._line, end)
         try:
             async with asyncio.timeout(timeout_s):
                 if (self._host, remote_host) in self._world.black_holes:
@@ -129,19 +134,28 @@ class MemoryNetwork:
         bound = f"{host}:{port}"
         if bound in self._world.listeners:
             raise AddressInUse(f"another program listens on {bound}")
-        listener = _MemoryListener(self._world, bound, self._credentials, self._gate, on_link)
+        listener = _MemoryListener(self._world, bound, self._credentials, self._gate, on_link, self._line)
         self._world.listeners[bound] = listener
         return listener
 
 
 class _MemoryListener:
-    def __init__(self, world: MemoryWorld, address: str, credentials: Credentials, gate: Gate, on_link: OnLink) -> None:
+    def __init__(
+        self,
+        world: MemoryWorld,
+        address: str,
+        credentials: Credentials,
+        gate: Gate,
+        on_link: OnLink,
+        line: EmulatedLine | None,
+    ) -> None:
         self._world = world
         self._address = address
         self._credentials = credentials
         self._refused = credentials.refused
         self._gate = gate
         self._on_link = on_link
+        self._line = line
         self._tasks: set[asyncio.Task[None]] = set()
         self._links: set[SealedLink] = set()
 
@@ -170,14 +184,14 @@ class _MemoryListener:
             return channel.abort()
         gate.connected(host)
         try:
-            link = await self._prove(channel, host)
+            link = await self._prove(_over(self._line, channel), host)
             gate.proven(host)
             if link is not None:
                 await self._keep(link)
         finally:
             gate.disconnected(host)
 
-    async def _prove(self, channel: _MemoryChannel, host: str) -> SealedLink | None:
+    async def _prove(self, channel: Channel, host: str) -> SealedLink | None:
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 link = await respond(channel, self._credentials)
@@ -297,6 +311,10 @@ class _MemoryChannel:
         self._closed = True
         self._world.channels.discard(self)
         self._deliver_soon()
+
+
+def _over(line: EmulatedLine | None, channel: _MemoryChannel) -> Channel:
+    return channel if line is None else line.over(channel)
 
 
 def _channel_pair(

@@ -53,11 +53,12 @@ from fusion_node.types import PeerId
 from fusion_node.wire import WireError
 from p2p.delivery_rate_core import FIRST_UNSENT_BYTES
 from p2p.identity import Identity
+from p2p.link_emulation import EmulatedLine
 from p2p.noise_core import MAX_SEGMENT_BYTES, LinkRefusal
 from p2p.prefixes import host_key
 from p2p.records import PROTOCOL_VERSION
 from p2p.sealed import Credentials, SealedLink, initiate, respond
-from p2p.seam import ChannelReceiver, Gate, Link, Listener, OnLink, OpenGate, PathKind
+from p2p.seam import Channel, ChannelReceiver, Gate, Link, Listener, OnLink, OpenGate, PathKind
 from p2p.websocket_core import BINARY, Decoder, Opcode, encode
 
 PATH = "/fusion"
@@ -107,6 +108,7 @@ class WebSocketNetwork:
         gate: who may connect.
         version: of the protocol; another than the default only in tests.
         handshake_timeout_s, max_unauthenticated: see the constants.
+        line: what this process sends goes over it; None: nothing is emulated.
 
     Attributes:
         on_nonce: takes what strangers have left here, and the address of this machine at which they did.
@@ -121,12 +123,14 @@ class WebSocketNetwork:
         version: int = PROTOCOL_VERSION,
         handshake_timeout_s: float = HANDSHAKE_TIMEOUT_S,
         max_unauthenticated: int = MAX_UNAUTHENTICATED,
+        line: EmulatedLine | None = None,
     ) -> None:
         self.refused: Counter[str] = Counter()
         self._credentials = Credentials(identity, self.refused, psk, version)
         self._gate = gate or OpenGate()
         self._handshake_timeout_s = handshake_timeout_s
         self._max_unauthenticated = max_unauthenticated
+        self._line = line
         self.on_nonce: Callable[[bytes, str], None] = lambda nonce, local_host: None
 
     def path_of(self, address: str) -> PathKind:
@@ -144,7 +148,9 @@ class WebSocketNetwork:
         session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None))
         try:
             async with asyncio.timeout(timeout_s):
-                channel = await _upgrade(session, host, port, address, path_for(self._credentials.psk))
+                channel: Channel = await _upgrade(session, host, port, address, path_for(self._credentials.psk))
+                if self._line is not None:
+                    channel = self._line.over(channel)
                 try:
                     return await initiate(channel, self._credentials, expect=expect)
                 except BaseException:
@@ -168,6 +174,7 @@ class WebSocketNetwork:
             lambda nonce, local_host: self.on_nonce(nonce, local_host),
             self._handshake_timeout_s,
             self._max_unauthenticated,
+            self._line,
         )
         await listener.bind(host, port)
         return listener
@@ -206,6 +213,7 @@ class _WebSocketListener:
         on_nonce: Callable[[bytes, str], None],
         handshake_timeout_s: float,
         max_unauthenticated: int,
+        line: EmulatedLine | None,
     ) -> None:
         self._credentials = credentials
         self._refused = credentials.refused
@@ -214,6 +222,7 @@ class _WebSocketListener:
         self._on_nonce = on_nonce
         self._handshake_timeout_s = handshake_timeout_s
         self._max_unauthenticated = max_unauthenticated
+        self._line = line
         self._unauthenticated: dict[RequestHandler, _Stranger] = {}
         """The one that came first is first."""
         self._hosts: dict[RequestHandler, str] = {}
@@ -323,9 +332,11 @@ class _WebSocketListener:
         if request.transport is None:
             return ws
         remote = request.transport.get_extra_info("peername")
-        channel = _WebSocketChannel(
+        channel: Channel = _WebSocketChannel(
             request.transport, join_address(remote[0], remote[1]) if remote else "unknown", request.protocol
         )
+        if self._line is not None:
+            channel = self._line.over(channel)
         host = self._hosts.get(request.protocol, "")
         try:
             link = await respond(channel, self._credentials)
