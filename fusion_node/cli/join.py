@@ -11,6 +11,9 @@ import typer
 
 from fusion_node.cli.logs import LogFormat, configure_logs
 from fusion_node.cli.options import (
+    EmulateJitter,
+    EmulateRate,
+    EmulateRtt,
     Home,
     Mdns,
     Model,
@@ -19,6 +22,7 @@ from fusion_node.cli.options import (
     PuzzleBits,
     SwarmKeyFile,
     Threads,
+    emulated_line,
     parse_peer,
     parse_price,
     parse_rate,
@@ -155,6 +159,9 @@ def join(
             metavar="SECONDS", min=0.0, help="How long users have to go elsewhere when the node stops or is paused."
         ),
     ] = PAUSE_GRACE_S,
+    emulate_rtt: EmulateRtt = None,
+    emulate_jitter: EmulateJitter = None,
+    emulate_rate: EmulateRate = None,
     until_stdin_ends: Annotated[
         bool, typer.Option("--until-stdin-ends", help="Leave when standard input ends: with whoever started the node.")
     ] = False,
@@ -194,6 +201,7 @@ def join(
         price=price or 0.0,
         drain_grace_s=drain_grace,
         puzzle_bits=puzzle_bits,
+        emulated_line=emulated_line(emulate_rtt, emulate_jitter, emulate_rate),
     )
     from fusion_node.daemon.node import run_node
 

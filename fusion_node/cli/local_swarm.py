@@ -14,6 +14,7 @@ from typing import Any
 
 from fusion_node.errors import NodeFailed
 from fusion_node.types import LayerRange
+from p2p.link_emulation_core import LineShape
 
 START_TIMEOUT_S = 120.0
 """A cold disk cache and one slow core; a warm start takes a few seconds."""
@@ -58,14 +59,30 @@ class LocalNode:
 
 
 class LocalSwarm:
-    """Node processes that know one another only through the first one's address. Use ``async with``."""
+    """Node processes that know one another only through the first one's address. Use ``async with``.
 
-    def __init__(self, model: str, *, folder: Path, home: Path | None, threads: int, numerics: str) -> None:
+    Args:
+        folder: for their keys.
+        threads: of each.
+        line: that each of them emulates (p2p.link_emulation); None: none.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        folder: Path,
+        home: Path | None,
+        threads: int,
+        numerics: str,
+        line: LineShape | None = None,
+    ) -> None:
         self._model = model
         self._folder = folder
         self._home = home
         self._threads = threads
         self._numerics = numerics
+        self._line = line
         self._readers: list[asyncio.Task[None]] = []
         self.nodes: list[LocalNode] = []
 
@@ -118,6 +135,7 @@ class LocalSwarm:
         command += ["--until-stdin-ends"]
         command += ["--peer", peer] if peer else []
         command += ["--home", str(self._home)] if self._home else []
+        command += emulation_options(self._line)
         process = await asyncio.create_subprocess_exec(
             *command,
             stdin=asyncio.subprocess.PIPE,  # ends with us, and the node with it
@@ -148,6 +166,14 @@ class LocalSwarm:
         finally:
             ended.cancel()
             happened.cancel()
+
+
+def emulation_options(line: LineShape | None) -> list[str]:
+    """Those that tell a node, or a user, to emulate this line."""
+    if line is None:
+        return []
+    rate = [] if line.rate_Mbps is None else ["--emulate-rate", f"{line.rate_Mbps:g}"]
+    return ["--emulate-rtt", f"{line.rtt_ms:g}", "--emulate-jitter", f"{line.jitter_ms:g}", *rate]
 
 
 def split_evenly(num_layers: int, num_nodes: int) -> list[LayerRange]:

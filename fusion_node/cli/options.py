@@ -14,6 +14,7 @@ from fusion_node.client.user_rules import UserRules
 from fusion_node.errors import ConfigError
 from fusion_node.types import PeerId
 from p2p.identity import Identity, peer_id_of, public_key_of
+from p2p.link_emulation_core import LineShape
 from p2p.swarm_key import SwarmKey
 from p2p.upload_core import MIN_UPLOAD_BPS
 
@@ -120,6 +121,31 @@ MaxPrice = Annotated[
     float | None, typer.Option("--max-price", metavar="PRICE", help="That a node may ask, in the swarm's unit.")
 ]
 MaxStages = Annotated[int | None, typer.Option("--max-stages", metavar="N", help="Over so many nodes at most.")]
+_EMULATION = "A slow line, for demonstrations and measurements"
+EmulateRtt = Annotated[
+    float | None,
+    typer.Option(
+        "--emulate-rtt",
+        metavar="MS",
+        help="Delay what is sent to peers by half of this; the other half is theirs, if they are told so too.",
+        rich_help_panel=_EMULATION,
+    ),
+]
+EmulateJitter = Annotated[
+    float | None,
+    typer.Option(
+        "--emulate-jitter", metavar="MS", help="By up to so much more or less each way.", rich_help_panel=_EMULATION
+    ),
+]
+EmulateRate = Annotated[
+    float | None,
+    typer.Option(
+        "--emulate-rate",
+        metavar="MBIT",
+        help="Send to all peers together no more than so many Mbit/s.",
+        rich_help_panel=_EMULATION,
+    ),
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads to compute with; torch's own choice if not given.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Name or id of a model in the store.")]
@@ -233,6 +259,13 @@ def user_rules(
         max_price=max_price,
         max_stages=max_stages,
     )
+
+
+def emulated_line(rtt_ms: float | None, jitter_ms: float | None, rate_Mbps: float | None) -> LineShape | None:
+    """The options as a LineShape, None when none of them is given; ConfigError for values out of range."""
+    if rtt_ms is None and jitter_ms is None and rate_Mbps is None:
+        return None
+    return LineShape(rtt_ms or 0.0, jitter_ms or 0.0, rate_Mbps)
 
 
 def sampling(

@@ -18,6 +18,9 @@ from fusion_node.cli.options import (
     Deny,
     DistinctOperators,
     DraftModelName,
+    EmulateJitter,
+    EmulateRate,
+    EmulateRtt,
     Home,
     MaxPrice,
     MaxStages,
@@ -33,6 +36,7 @@ from fusion_node.cli.options import (
     Threads,
     UserIdentity,
     Wire,
+    emulated_line,
     read_identity,
     user_rules,
 )
@@ -69,6 +73,9 @@ def serve(
     puzzle_bits: PuzzleBits = None,
     mdns: Mdns = True,
     prefix_cache: SharedPrefixCache = None,
+    emulate_rtt: EmulateRtt = None,
+    emulate_jitter: EmulateJitter = None,
+    emulate_rate: EmulateRate = None,
     home: Home = None,
     log_format: Annotated[LogFormat, typer.Option(help="auto is pretty on a terminal.")] = LogFormat.AUTO,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more.")] = False,
@@ -101,6 +108,7 @@ def serve(
         objective=objective,
         speculation=speculate,
         draft_model=draft_model,
+        emulated_line=emulated_line(emulate_rtt, emulate_jitter, emulate_rate),
         rules=rules,
     )
     asyncio.run(_until_told_to_stop(_serve(connect, model, host, port)))

@@ -37,6 +37,8 @@ from p2p.gate import PeerGate
 from p2p.identity import Identity, short
 from p2p.invite import parse_bootstrap, swarm_key_of
 from p2p.libp2p_network import Libp2pNetwork
+from p2p.link_emulation import EmulatedLine
+from p2p.link_emulation_core import LineShape
 from p2p.links import LinkPool
 from p2p.local_nodes import running
 from p2p.messages import (
@@ -130,6 +132,8 @@ class SwarmConnection:
         bans: file of those that are banned (p2p.bans); None bans nobody.
         puzzle_bits: what the identities of nodes must have paid; None is p2p.puzzle.default_bits.
         discovery, network: other implementations, for tests; they must prove ``identity``.
+        emulated_line: how slow a line to pretend on this side, for demonstrations and measurements
+            (p2p.link_emulation); None: none.
         dialled_back_s: see DIALLED_BACK_S.
     """
 
@@ -145,6 +149,7 @@ class SwarmConnection:
         puzzle_bits: int | None = None,
         discovery: DiscoveryService | None = None,
         network: Network | None = None,
+        emulated_line: LineShape | None = None,
         dialled_back_s: float = DIALLED_BACK_S,
     ) -> None:
         self.identity = identity or Identity.generate()
@@ -160,9 +165,11 @@ class SwarmConnection:
         self._discovery = discovery or Discovery(self.identity, config, swarm_key=key, gate=gate, price=price)
         psk = None if key is None else key.noise_psk
         if network is None:
-            network = WebSocketNetwork(self.identity, psk=psk, gate=gate)
+            line = None if emulated_line is None else EmulatedLine(emulated_line)
+            network = WebSocketNetwork(self.identity, psk=psk, gate=gate, line=line)
             if isinstance(self._discovery, Discovery):
-                network = RoutedNetwork(network, Libp2pNetwork(self.identity, self._discovery, psk=psk, gate=gate))
+                libp2p = Libp2pNetwork(self.identity, self._discovery, psk=psk, gate=gate, line=line)
+                network = RoutedNetwork(network, libp2p)
         self.links = LinkPool(
             network,
             self.identity.peer_id,

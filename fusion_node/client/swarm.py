@@ -52,6 +52,7 @@ from fusion_node.types import LayerRange, MonotonicS, PeerId, UnixS
 from fusion_node.wire import WireError
 from p2p.bans import FILE_NAME as BAN_FILE_NAME
 from p2p.identity import Identity
+from p2p.link_emulation_core import LineShape
 from p2p.messages import INT8, SESSION_BYTES, CloseSession, TensorMeta, row_bytes
 from p2p.records import PROTOCOL_VERSION, Plan, PlanStage, open_lease, sign_plan
 from p2p.swarm_key import SwarmKey
@@ -103,6 +104,8 @@ class SwarmClient:
         draft_model: name or id of a small model in the local store with the same tokenizer, that guesses as well; or
             the folder of a draft head that was made for the model (docs/drafting.md).
         drafters: what guesses, in the place of what needs no model.
+        emulated_line: how slow a line to pretend on this side (p2p.link_emulation); nodes do so on theirs if told
+            (``join --emulate-rtt``). None: none.
         connection: an existing connection; it is used and not closed.
 
     Raises:
@@ -130,6 +133,7 @@ class SwarmClient:
         speculation: str = "off",
         draft_model: str | None = None,
         drafters: Sequence[MakeDrafter] | None = None,
+        emulated_line: LineShape | None = None,
         connection: SwarmConnection | None = None,
     ) -> None:
         self._modes = modes_of(speculation)
@@ -153,6 +157,7 @@ class SwarmClient:
             swarm_key=key,
             bans=ModelStore(home).home / BAN_FILE_NAME,
             puzzle_bits=puzzle_bits,
+            emulated_line=emulated_line,
         )
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="boundary", initializer=prepare_thread)
         self._loading: asyncio.Future[tuple[Boundary, Tokenizer]] | None = None

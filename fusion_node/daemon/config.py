@@ -10,6 +10,7 @@ from fusion_node.daemon.manners_core import PAUSE_GRACE_S
 from fusion_node.errors import ConfigError
 from fusion_node.types import LayerRange, PeerId
 from p2p.addresses import parse_announce, parse_listen
+from p2p.link_emulation_core import LineShape
 
 DEFAULT_LISTEN = "127.0.0.1:0"
 """Loopback: nobody is served beyond this machine unless its operator says so."""
@@ -51,6 +52,7 @@ class NodeConfig:
         price: what the operator asks for a million positions in one layer: a tag for users' rules.
         drain_grace_s: for the users of a node that stops or is paused to take their sessions elsewhere.
         puzzle_bits: what this identity pays, and demands of others; None is p2p.puzzle.default_bits.
+        emulated_line: how slow a line to pretend, for demonstrations and measurements (p2p.link_emulation); None: none.
     """
 
     model: str
@@ -83,6 +85,7 @@ class NodeConfig:
     price: float = 0.0
     drain_grace_s: float = PAUSE_GRACE_S
     puzzle_bits: int | None = None
+    emulated_line: LineShape | None = None
 
 
 def check_ports(listen: str, announce: Sequence[str]) -> None:

@@ -37,6 +37,7 @@ from p2p.gate import PeerGate
 from p2p.identity import Identity
 from p2p.invite import swarm_key_of
 from p2p.libp2p_network import Libp2pNetwork
+from p2p.link_emulation import EmulatedLine
 from p2p.local_nodes import registered, running
 from p2p.paths import RoutedNetwork
 from p2p.peer_book import path_of
@@ -193,9 +194,10 @@ class _Starter:
 
             shard = await load_shard(config, model, discovery, life, peer=identity.peer_id, announce=announce)
             psk = None if swarm_key is None else swarm_key.noise_psk
-            websocket = WebSocketNetwork(identity, psk=psk, gate=gate)
+            line = None if config.emulated_line is None else EmulatedLine(config.emulated_line)
+            websocket = WebSocketNetwork(identity, psk=psk, gate=gate, line=line)
             websocket.on_nonce = lambda nonce, at: discovery.reachability.reached(Plane.DATA, nonce, at)
-            network = RoutedNetwork(websocket, Libp2pNetwork(identity, discovery, psk=psk, gate=gate))
+            network = RoutedNetwork(websocket, Libp2pNetwork(identity, discovery, psk=psk, gate=gate, line=line))
             if not solving.done():
                 log.info("solving the puzzle of this identity, once: nobody would heed it before", bits=bits)
             node = ServingNode(config, identity, shard, discovery, life, network, gate=gate, puzzle=await solving)
