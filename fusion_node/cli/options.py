@@ -121,29 +121,23 @@ MaxPrice = Annotated[
     float | None, typer.Option("--max-price", metavar="PRICE", help="That a node may ask, in the swarm's unit.")
 ]
 MaxStages = Annotated[int | None, typer.Option("--max-stages", metavar="N", help="Over so many nodes at most.")]
-_EMULATION = "A slow line, for demonstrations and measurements"
 EmulateRtt = Annotated[
     float | None,
     typer.Option(
         "--emulate-rtt",
         metavar="MS",
-        help="Delay what is sent to peers by half of this; the other half is theirs, if they are told so too.",
-        rich_help_panel=_EMULATION,
+        help="For measurements: delay what is sent to peers by half of this. The other half is theirs, if they are "
+        "told so too.",
     ),
 ]
 EmulateJitter = Annotated[
     float | None,
-    typer.Option(
-        "--emulate-jitter", metavar="MS", help="By up to so much more or less each way.", rich_help_panel=_EMULATION
-    ),
+    typer.Option("--emulate-jitter", metavar="MS", help="For measurements: by up to so much more or less each way."),
 ]
 EmulateRate = Annotated[
     float | None,
     typer.Option(
-        "--emulate-rate",
-        metavar="MBIT",
-        help="Send to all peers together no more than so many Mbit/s.",
-        rich_help_panel=_EMULATION,
+        "--emulate-rate", metavar="MBIT", help="For measurements: send no more than so many Mbit/s to all together."
     ),
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads to compute with; torch's own choice if not given.")]
