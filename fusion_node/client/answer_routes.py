@@ -37,7 +37,8 @@ from p2p.messages import StageTiming
 from p2p.records import PlanStage
 
 LOOK_EVERY_S = 30.0
-"""Between two looks at the swarm for alternates while an answer is under way: half of what a record is valid for."""
+"""Between two looks at the swarm for alternates while an answer is under way: half of what a record is valid for. While
+a stage has none, there is a look whenever they are asked for."""
 
 log = structlog.get_logger(__name__)
 
@@ -118,6 +119,7 @@ class AnswerRoutes:
         """Whose beginning was asked for."""
         self._was_known_tried = False
         self._looked_at = time.monotonic()
+        self._has_all_alternates = True
 
     def note(self, core: AnswerCore, event: AnswerEvent) -> None:
         """What others want to know of an answer on its way."""
@@ -232,9 +234,11 @@ class AnswerRoutes:
 
     async def alternates(self, wants: WantsAlternates, present: tuple[Place, ...]) -> tuple[tuple[Place, ...], ...]:
         """See Routes."""
-        if time.monotonic() - self._looked_at >= LOOK_EVERY_S:
+        if not self._has_all_alternates or time.monotonic() - self._looked_at >= LOOK_EVERY_S:
             self._looked_at = time.monotonic()
             await self._router.refresh()
+        else:
+            await self._router.take_news()
         found = await self._router.alternates(
             self._planned(present),
             self.num_reserved,
@@ -243,6 +247,7 @@ class AnswerRoutes:
             avoid_peers=wants.avoid_peers,
             avoid_pairs=wants.avoid_pairs,
         )
+        self._has_all_alternates = all(found)
         return tuple(self._places(Planned(stages)) for stages in found)
 
     def _places(self, planned: Planned) -> tuple[Place, ...]:

@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import TracebackType
@@ -33,6 +34,7 @@ from fusion_node.types import ModelId, PeerId, UnixS
 from p2p.bandwidth import BandwidthMeter
 from p2p.compression import FEATURE, Compressor
 from p2p.discovery import Discovery, DiscoveryConfig, DiscoveryService
+from p2p.first_answers import first_answers
 from p2p.gate import PeerGate
 from p2p.identity import Identity, short
 from p2p.invite import parse_bootstrap, swarm_key_of
@@ -191,6 +193,7 @@ class SwarmConnection:
         self._vivaldi = Vivaldi(secrets.SystemRandom())
         self._is_located = False
         self._waited_for: set[str] = set()
+        self._measuring: set[asyncio.Task[MeasuredNode]] = set()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -220,6 +223,9 @@ class SwarmConnection:
         for _, future in list(self._status.values()):
             if not future.done():
                 future.set_exception(error)
+        for task in self._measuring:
+            task.cancel()
+        await asyncio.gather(*self._measuring, return_exceptions=True)
         await self.links.aclose("done")
         await self._discovery.aclose()
 
@@ -257,25 +263,83 @@ class SwarmConnection:
         live = self._discovery.table.live(now=UnixS(time.time()))
         return [each for each in live if each.peer in peers and each.shards]
 
-    async def measure(self, records: Sequence[NodeRecord]) -> list[MeasuredNode]:
+    def known(self, model_id: ModelId) -> list[NodeRecord]:
+        """Records of the nodes that serve a model, as far as they came by themselves or were found before."""
+        live = self._discovery.table.live(now=UnixS(time.time()))
+        return [record for record in live if any(shard.model_id == model_id for shard in record.shards)]
+
+    async def measure(
+        self,
+        records: Sequence[NodeRecord],
+        *,
+        doubtful: Collection[PeerId] = (),
+        on_late: Callable[[MeasuredNode], None] | None = None,
+        first_s: float = MEASURE_TIMEOUT_S,
+    ) -> list[MeasuredNode]:
         """Connects to nodes, all at once, and measures their round trips.
 
         Of more than MAX_MEASURED, those that seem nearest by their coordinates, and at least as many by chance: whoever
         could choose the order could hide everybody else behind MAX_MEASURED of its own.
+
+        Args:
+            doubtful: whose answers nobody waits for, if there are others.
+            on_late: called with whoever answers when this has returned, which is then a while after the first have
+                answered (p2p.first_answers). None waits for everybody.
+            first_s: how long the first may take to answer, before this returns without any.
         """
         rng, nodes = secrets.SystemRandom(), list[MeasuredNode]()
         if len(records) > MAX_MEASURED and self.coordinate is None:
             # Who is near, we know only once we know where we are.
-            nodes = await self._measure_all(rng.sample(records, MAX_MEASURED // 2))
+            nodes = await self._measure_all(rng.sample(records, MAX_MEASURED // 2), doubtful, on_late, first_s)
             self._locate(nodes, rng)
             measured = {node.peer for node in nodes}
             records = [record for record in records if record.peer not in measured]
-        nodes += await self._measure_all(choose_to_measure(records, self.coordinate, MAX_MEASURED - len(nodes), rng))
+        chosen = choose_to_measure(records, self.coordinate, MAX_MEASURED - len(nodes), rng)
+        nodes += await self._measure_all(chosen, doubtful, on_late, first_s)
         self._locate(nodes, rng)
         return nodes
 
-    async def _measure_all(self, records: Sequence[NodeRecord]) -> list[MeasuredNode]:
-        return list(await asyncio.gather(*(self._measure(record) for record in records)))
+    async def _measure_all(
+        self,
+        records: Sequence[NodeRecord],
+        doubtful: Collection[PeerId],
+        on_late: Callable[[MeasuredNode], None] | None,
+        first_s: float,
+    ) -> list[MeasuredNode]:
+        if on_late is None:
+            return list(await asyncio.gather(*(self._measure(record) for record in records)))
+        measuring = {asyncio.create_task(self._measure(record)): record for record in records}
+        self._measuring |= measuring.keys()
+        for task in measuring:
+            task.add_done_callback(self._measured)
+        waited_for = {task for task, record in measuring.items() if record.peer not in doubtful} or measuring.keys()
+        try:
+            await first_answers(
+                waited_for,
+                timeout_s=first_s,
+                is_answer=lambda task: task.result().round_trip_s is not None,
+            )
+        except asyncio.CancelledError:
+            for task in measuring:
+                task.cancel()
+            raise
+        nodes = []
+        for task, record in measuring.items():
+            if task.done():
+                nodes.append(task.result())
+            else:
+                nodes.append(MeasuredNode(record, None, f"node {short(PeerId(record.peer))} has not answered yet"))
+                task.add_done_callback(partial(self._measured_late, on_late))
+        return nodes
+
+    def _measured(self, task: asyncio.Task[MeasuredNode]) -> None:
+        self._measuring.discard(task)
+        if not task.cancelled():
+            task.exception()  # whoever still waits has it; nobody may
+
+    def _measured_late(self, on_late: Callable[[MeasuredNode], None], task: asyncio.Task[MeasuredNode]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            on_late(task.result())
 
     def _locate(self, nodes: Sequence[MeasuredNode], rng: Random) -> None:
         known = [

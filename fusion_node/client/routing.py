@@ -29,6 +29,7 @@ from fusion_node.client.user_rules import UserRules
 from fusion_node.errors import NoRoute, PeerError
 from fusion_node.store import StoredModel
 from fusion_node.types import LayerRange, PeerId, UnixS
+from p2p.first_answers import GRACE_S
 from p2p.records import NodeRecord, ShardRecord
 from scheduler.claims import ClaimBook, StageStep
 from scheduler.cost_model import MESSAGE_OVERHEAD_S, Workload
@@ -118,6 +119,10 @@ class Look:
 
     def add(self, nodes: Iterable[MeasuredNode]) -> None:
         self.nodes |= {node.peer: node for node in nodes}
+
+    def add_late(self, node: MeasuredNode) -> None:
+        """One that answered when the look was over."""
+        self.nodes[node.peer] = node
 
     @property
     def reached(self) -> dict[PeerId, MeasuredNode]:
@@ -301,7 +306,7 @@ class Router:
             NoPeers: nobody of the swarm can be reached.
         """
         workload = self._workload(num_positions, num_prompt)
-        look = await self._look_around()
+        look = await self._look_around(is_patient=True)
         await asyncio.gather(*(self._ping(peer) for peer in look.reached))
         return await self._search(workload, Avoid(), wait=wait, is_explained=True)
 
@@ -318,8 +323,9 @@ class Router:
     ) -> Planned | None:
         """The same route with other nodes in the place of some stages; all other stages keep peer and layers.
 
-        Plans with the nodes that are known and connected, which takes milliseconds; only if these do not do, it looks
-        around once. Patience is the caller's.
+        Plans with the nodes that are known and connected, which takes milliseconds; if these do not do, with those that
+        have told of themselves meanwhile; and only if that does not do either, it looks around once. Patience is the
+        caller's.
 
         Args:
             lost: places of the stages to replace.
@@ -337,11 +343,12 @@ class Router:
         """
         avoid = Avoid(frozenset(avoid_peers) | {planned.places[index][0] for index in lost}, frozenset(avoid_pairs))
         workload = self._patch_workload(num_positions, num_rows, num_generated)
-        now = time.monotonic()
-        failed = frozenset(peer for peer, until in self._avoid.items() if until > now)
+        failed = self._failed()
         kept = frozenset(peer for index, (peer, _) in enumerate(planned.places) if index not in lost)
         rather = Avoid(avoid.peers | (failed - kept), avoid.pairs)
         found = await self._patch(self._look, planned, lost, workload, rather)
+        if found is None and await self.take_news(without=avoid.peers):
+            found = await self._patch(self._look, planned, lost, workload, avoid)
         if found is None:
             look = await self._look_around(without=avoid.peers)
             found = await self._patch(look, planned, lost, workload, avoid)
@@ -377,6 +384,25 @@ class Router:
         """
         await self._look_around()
 
+    async def take_news(self, *, without: Collection[PeerId] = ()) -> bool:
+        """Measures those of whom a record has come since the last look: nodes tell of themselves when they come.
+
+        Returns:
+            Whether there was anybody.
+        """
+        look, news = self._look, dict[PeerId, NodeRecord]()
+        for record in self._connection.known(self._model.model_id):
+            peer = PeerId(record.peer)
+            seen = look.records.get(peer)
+            is_back = seen is not None and peer in look.unreachable and record.issued_at > seen.issued_at
+            if peer not in without and (seen is None or is_back):
+                news[peer] = record
+        look.records |= news
+        wanted = self._wanted(look) & news.keys()
+        records = [news[peer] for peer in wanted]
+        look.add(await self._connection.measure(records, on_late=look.add_late, first_s=GRACE_S))
+        return bool(wanted)
+
     # inside
 
     async def _ping(self, peer: PeerId) -> None:
@@ -393,7 +419,7 @@ class Router:
                 return explained
         deadline = time.monotonic() + ROUTE_PATIENCE_S
         while True:
-            look = await self._look_around()
+            look = await self._look_around(is_patient=is_explained)
             explained = await self._explain(look, workload, avoid, is_explained)
             if isinstance(explained.found, Planned) or not wait or time.monotonic() >= deadline:
                 return explained
@@ -415,10 +441,13 @@ class Router:
         left = min(max(num_generated, MIN_TOKENS_LEFT), max(num_positions - num_rows, 1))
         return replace(self._workload(num_positions, 0), replay_rows=num_rows, replay_tokens=left)
 
-    async def _look_around(self, without: Collection[PeerId] = ()) -> Look:
+    async def _look_around(self, without: Collection[PeerId] = (), *, is_patient: bool = False) -> Look:
         """Finds the nodes, and measures those that may serve; of those in ``without`` what was measured before stays.
 
         The look is that of all answers: whom one of them avoids, the others may need.
+
+        Args:
+            is_patient: whether to wait also for who answers long after the others, or not at all.
         """
         records = await self._connection.find(self._model.model_id)
         look = Look({PeerId(record.peer): record for record in records})
@@ -428,10 +457,21 @@ class Router:
             if peer in without and peer in look.records
         )
         wanted = self._wanted(look) - set(without)
-        look.add(await self._connection.measure([r for peer, r in look.records.items() if peer in wanted]))
+        look.add(
+            await self._connection.measure(
+                [record for peer, record in look.records.items() if peer in wanted],
+                doubtful=self._failed(),
+                on_late=None if is_patient else look.add_late,
+            )
+        )
         look.coordinate = self._connection.coordinate
         self._look, self._look_until = look, time.monotonic() + NODES_FRESH_S
         return look
+
+    def _failed(self) -> frozenset[PeerId]:
+        """Who refused, or could not be reached, a moment ago."""
+        now = time.monotonic()
+        return frozenset(peer for peer, until in self._avoid.items() if until > now)
 
     def _wanted(self, look: Look) -> set[PeerId]:
         """Who may serve. Nobody else is dialled, and least of all whom the user's rules reject."""
@@ -464,9 +504,7 @@ class Router:
 
     async def _explain(self, look: Look, workload: Workload, avoid: Avoid, is_explained: bool) -> Explained:
         """Plans, measures whom the plan would have and was not measured, and plans again."""
-        now = time.monotonic()
-        failed = frozenset(peer for peer, until in self._avoid.items() if until > now)
-        avoid = Avoid(avoid.peers | failed, avoid.pairs)
+        avoid = Avoid(avoid.peers | self._failed(), avoid.pairs)
         for attempt in range(MEASURING_PLANS):
             left_out = set(look.unreachable)
             if attempt == MEASURING_PLANS - 1:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 import pytest
 
-from fusion_node.client.answer_core import RouteKind, WantsRoute
+from fusion_node.client.answer_core import RouteKind, WantsAlternates, WantsRoute
 from fusion_node.client.answer_routes import Answer, AnswerRoutes, Work
+from fusion_node.client.connection import MeasuredNode
 from fusion_node.client.generation import GenerationStats
-from fusion_node.client.routing import Planned
+from fusion_node.client.routing import Placed, Planned
 from fusion_node.client.sampling import SamplingParams
 from fusion_node.errors import NoRoute
-from fusion_node.types import PeerId
+from fusion_node.types import LayerRange, PeerId
+from p2p.records import PROTOCOL_VERSION, NodeRecord
 
 WHOLE = WantsRoute(1, RouteKind.WHOLE, (), frozenset(), frozenset(), wait=True, reason="a new answer")
 NUM_POSITIONS, NUM_RESERVED = 40, 80
@@ -23,9 +26,13 @@ NUM_POSITIONS, NUM_RESERVED = 40, 80
 class Swarm:
     """A router of a swarm with so much room; nodes are awaited until ``on_wait`` has returned."""
 
-    room: int
+    room: int = NUM_RESERVED
     on_wait: Callable[[Swarm], None] = lambda swarm: None
     asked: list[tuple[int, bool]] = field(default_factory=list)
+    found: tuple[tuple[Placed, ...], ...] = ()
+    """The alternates."""
+    num_looks: int = 0
+    num_news: int = 0
 
     async def route(
         self,
@@ -42,6 +49,16 @@ class Swarm:
         if num_positions > self.room:
             raise NoRoute("no node has room")
         return Planned()
+
+    async def refresh(self) -> None:
+        self.num_looks += 1
+
+    async def take_news(self) -> bool:
+        self.num_news += 1
+        return False
+
+    async def alternates(self, *_: object, **__: object) -> tuple[tuple[Placed, ...], ...]:
+        return self.found
 
 
 def routes_of(swarm: Swarm, num_reserved: int = NUM_RESERVED) -> AnswerRoutes:
@@ -84,3 +101,20 @@ async def test_without_room_for_the_answer_itself_there_is_no_route_and_it_was_a
         await routes_of(swarm, num_reserved).find(WHOLE, ())
     assert [wait for _, wait in swarm.asked].count(True) == 1
     assert len(swarm.asked) == (1 if num_reserved == NUM_POSITIONS else 2)
+
+
+async def test_while_a_stage_has_no_alternate_the_swarm_is_looked_at_whenever_they_are_asked_for() -> None:
+    wants = WantsAlternates(frozenset(), frozenset())
+    now = time.time()
+    record = NodeRecord(PROTOCOL_VERSION, "spare", 1, now, now + 60.0, ("spare:1",), (), "cpu", 0, (), 0, "test")
+    spare = ((MeasuredNode(record, 0.001), LayerRange(0, 12)),)
+    swarm = Swarm(found=(spare, ()))
+    routes = routes_of(swarm)
+    assert [len(places) for places in await routes.alternates(wants, ())] == [1, 0]
+    assert (swarm.num_looks, swarm.num_news) == (0, 1), "the route was looked for a moment ago"
+    await routes.alternates(wants, ())
+    assert (swarm.num_looks, swarm.num_news) == (1, 1)
+    swarm.found = (spare, spare)
+    await routes.alternates(wants, ())
+    await routes.alternates(wants, ())
+    assert (swarm.num_looks, swarm.num_news) == (2, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -26,10 +27,12 @@ from p2p.links import LinkPool
 from p2p.memory import MemoryNetwork, MemoryWorld
 from p2p.memory_discovery import MemoryDiscovery, World
 from p2p.records import PROTOCOL_VERSION, CoordinateRecord, NodeRecord, ShardRecord, sign_record
+from p2p.seam import Link
 from scheduler.plans import Objective, Reason
 
 MODEL = ModelId("ab" * 32)
 NUM_LAYERS = 12
+PATIENCE_S = 20.0
 
 
 @dataclass
@@ -101,6 +104,29 @@ def shard(start: int, stop: int, ms: float = 5.0, **fields: object) -> ShardReco
     return msgspec.structs.replace(made, **fields)
 
 
+class UserNetwork(MemoryNetwork):
+    """A user's, which is kept waiting where a test says so.
+
+    Attributes:
+        held: addresses at which nobody answers before the event is set.
+        given_up: those that were dialled in vain for as long as that was to take.
+    """
+
+    def __init__(self, world: MemoryWorld, identity: Identity) -> None:
+        super().__init__(world, identity, "user")
+        self.held: dict[str, asyncio.Event] = {}
+        self.given_up: list[str] = []
+
+    async def dial(self, address: str, *, expect: PeerId | None, timeout_s: float) -> Link:
+        try:
+            if address in self.held:
+                await self.held[address].wait()
+            return await super().dial(address, expect=expect, timeout_s=timeout_s)
+        except asyncio.CancelledError:
+            self.given_up.append(address)
+            raise
+
+
 class Swarm:
     """Nodes, and one user."""
 
@@ -109,6 +135,7 @@ class Swarm:
         self.nodes: list[Node] = []
         self._stack = stack
         self.connection: SwarmConnection
+        self.user: UserNetwork
 
     async def node(self, *shards: ShardRecord, **fields: object) -> Node:
         node = Node(self.network, self.world, len(self.nodes) + 1)
@@ -130,8 +157,8 @@ class Swarm:
         discovery = MemoryDiscovery(
             identity, DiscoveryConfig((), entry, mdns=False, serve=False), self.world, clock=time.time
         )
-        network = MemoryNetwork(self.network, identity, "user")
-        self.connection = SwarmConnection(entry, identity=identity, discovery=discovery, network=network)
+        self.user = UserNetwork(self.network, identity)
+        self.connection = SwarmConnection(entry, identity=identity, discovery=discovery, network=self.user)
         await self._stack.enter_async_context(self.connection)
         return Router(
             self.connection,
@@ -366,6 +393,78 @@ async def test_patch_finds_a_node_that_came_after_the_last_look(swarm: Swarm) ->
     assert patched is not None
     assert places(patched) == [(newcomer.peer, "0:12")]
     assert lost.peer not in {peer for peer, _ in patched.places}
+
+
+async def test_route_is_not_kept_waiting_by_a_node_that_does_not_answer_and_that_is_planned_with_when_it_does(
+    swarm: Swarm,
+) -> None:
+    there, late = await swarm.node(shard(0, 12, 9.0)), await swarm.node(shard(0, 12))
+    router = await swarm.router()
+    swarm.user.held[late.address] = asyncio.Event()
+    planned = await router.route(64)
+    assert places(planned) == [(there.peer, "0:12")]
+    assert not swarm.user.given_up, "it was waited for as long as a dial may take"
+    assert await router.alternates(planned, 64) == ((),)
+    swarm.user.held[late.address].set()
+    async with asyncio.timeout(PATIENCE_S):
+        while await router.alternates(planned, 64) == ((),):  # noqa: ASYNC110 - its dial tells nobody
+            await asyncio.sleep(0)
+    assert places(await router.route(64)) == [(late.peer, "0:12")]
+
+
+async def test_who_can_only_be_reached_slowly_is_waited_for_where_nobody_else_serves(swarm: Swarm) -> None:
+    slow, other = await swarm.node(shard(0, 6)), await swarm.node(shard(6, 12))
+    router = await swarm.router()
+    swarm.user.held[slow.address] = asyncio.Event()
+    search = asyncio.create_task(router.route(64))
+    while swarm.connection.links.round_trip_s(other.peer) is None:  # noqa: ASYNC110 - of a dial that nobody tells of
+        await asyncio.sleep(0)
+    swarm.user.held[slow.address].set()
+    async with asyncio.timeout(PATIENCE_S):
+        assert places(await search) == [(slow.peer, "0:6"), (other.peer, "6:12")]
+
+
+async def test_patch_is_made_with_a_node_that_has_told_of_itself_without_another_look(swarm: Swarm) -> None:
+    await swarm.node(shard(0, 12))
+    router = await swarm.router()
+    planned = await router.route(64)
+    newcomer = await swarm.node(shard(0, 12))
+    swarm.connection.find = never  # type: ignore[method-assign, assignment]
+    async with asyncio.timeout(PATIENCE_S):
+        patched = await router.patch(planned, [0], 64)
+    assert patched is not None
+    assert places(patched) == [(newcomer.peer, "0:12")]
+
+
+async def test_who_told_of_itself_after_the_last_look_is_an_alternate(swarm: Swarm) -> None:
+    await swarm.node(shard(0, 12))
+    router = await swarm.router()
+    planned = await router.route(64)
+    newcomer = await swarm.node(shard(0, 12))
+    swarm.connection.find = never  # type: ignore[method-assign, assignment]
+    async with asyncio.timeout(PATIENCE_S):
+        await router.take_news()
+    assert [node.peer for found in await router.alternates(planned, 64) for node, _ in found] == [newcomer.peer]
+
+
+async def test_who_was_out_of_reach_at_the_last_look_and_tells_of_itself_again_is_an_alternate(
+    swarm: Swarm,
+) -> None:
+    await swarm.node(shard(0, 12))
+    back = await swarm.node(shard(0, 12, 9.0))
+    router = await swarm.router()
+    address, back.address = back.address, f"{back.host}:1"
+    await back.announce(record(shard(0, 12, 9.0), sequence=2))
+    planned = await router.route(64)
+    assert await router.alternates(planned, 64) == ((),)
+    back.address = address
+    await back.announce(record(shard(0, 12, 9.0), sequence=3))
+    await router.take_news()
+    assert [node.peer for found in await router.alternates(planned, 64) for node, _ in found] == [back.peer]
+
+
+async def never(*_: object, **__: object) -> None:
+    await asyncio.Event().wait()
 
 
 async def test_whom_one_answer_avoids_the_others_may_have(swarm: Swarm) -> None:
