@@ -38,7 +38,7 @@ from p2p.link_messages import (
     decode_link_message,
     encode_link_message,
 )
-from p2p.messages import AnyMessage, BandwidthProbe, Step, StepResult, decode_message, encode_message
+from p2p.messages import AnyMessage, BandwidthProbe, Step, StepResult, StepTaps, decode_message, encode_message
 from p2p.noise_core import TAG_BYTES
 from p2p.seam import Link
 from p2p.transfer_core import MAX_DECODE_PAYLOAD_BYTES, NUM_LANES, Lane, Position, Transfer
@@ -76,7 +76,7 @@ def route(message: AnyMessage, payload: Payload) -> tuple[int, bytes | None]:
     return _CONTROL, getattr(message, "session", None)
 
 
-_WITH_ROWS = (Step, StepResult)
+_WITH_ROWS = (Step, StepResult, StepTaps)
 _CONTROL, _DECODE, _PREFILL, _BULK = map(int, Lane)  # reading a member from its class is slow in Python 3.11
 
 

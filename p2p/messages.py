@@ -1,13 +1,15 @@
 """The messages of the data plane: what one node says to another inside a sealed link.
 
-Each is the header of a frame (fusion_node.wire); Step and StepResult are followed by a tensor as payload. The page
-``docs/protocol-data-plane.md`` describes them for other implementations.
+Each is the header of a frame (fusion_node.wire); Step, StepResult and StepTaps are followed by a tensor as payload.
+The page ``docs/protocol-data-plane.md`` describes them for other implementations.
 
 A session is one FIFO log that every stage applies in order. An entry (Step) first names new nodes of the session's
 token tree with their parents, then may advance the root: the node and its ancestors become committed, and every node
 that is neither its ancestor nor its descendant is dead and frees its KV. Applying an entry twice changes nothing. Plain
 decode is the same log with a chain of one node per entry. Node 0 is the empty prefix, so a node's position is the
 number of its ancestors less one, and no position travels.
+
+Above 600 lines: all of them are one union, which is decoded at once.
 """
 
 from __future__ import annotations
@@ -28,6 +30,13 @@ from fusion_node.wire import (
 )
 
 MAX_NODES_PER_STEP = 4096
+
+MAX_TAPS = 8
+"""Layers whose rows one session may ask for. Published heads take three, of which the last is often returned anyway."""
+
+MAX_TAPPED_NODES = 64
+"""Of one step: who asks for rows beside the answer asks for what is probably on the path."""
+
 DTYPE_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 """Lossless encodings: IEEE 754 and bfloat16, little-endian, row-major, no padding."""
 
@@ -53,6 +62,8 @@ Reason: TypeAlias = Annotated[str, msgspec.Meta(max_length=512)]
 Code: TypeAlias = Annotated[str, msgspec.Meta(max_length=32)]
 StageIndex: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=127)]
 LeaseBytes: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=1024)]
+TapLayer: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=4096)]
+TapLayers: TypeAlias = Annotated[tuple[TapLayer, ...], msgspec.Meta(max_length=MAX_TAPS)]
 
 
 def row_bytes(dtype: str, row_size: int) -> int | None:
@@ -166,6 +177,9 @@ class OpenSession(Message, frozen=True, array_like=True, tag="open"):
     """With ``folds``: the user's committed nodes at the positions from ``path_start`` on, by their ids before."""
     path_epoch: U32 = 0
     """With ``folds``: when all stages had last answered, and those ids were in force. Each fold begins them anew."""
+    taps: TapLayers = ()
+    """Layers of this stage whose rows the user may ask for with Step.tap, in ascending order: n is the row after n
+    layers of the model, so that a stage with the layers [start, stop) has those of start + 1 to stop."""
 
 
 class SessionOpened(Message, frozen=True, array_like=True, tag="opened"):
@@ -188,6 +202,8 @@ class SessionOpened(Message, frozen=True, array_like=True, tag="opened"):
     """The rows of positions below this, as they were or will be handed to the next stage, can be sent again."""
     num_positions: U32 = 0
     """Committed here, reused ones included: where the next entry of a chain hangs."""
+    taps: TapLayers = ()
+    """Of the layers that were asked for, those whose rows will be sent; none by a program that knows of no taps."""
 
 
 class Resend(Message, frozen=True, array_like=True, tag="resend"):
@@ -321,6 +337,8 @@ class Step(Message, frozen=True, array_like=True, tag="step"):
     num_nodes: Annotated[int, msgspec.Meta(ge=0, le=MAX_NODES_PER_STEP)] = 0
     """0: as many as rows, and ``live`` is empty."""
     live: Annotated[bytes, msgspec.Meta(max_length=MAX_NODES_PER_STEP // 8)] = b""
+    tap: Annotated[bytes, msgspec.Meta(max_length=MAX_NODES_PER_STEP // 8)] = b""
+    """Empty: none. Else a bit per node, as in ``live``: of which each stage sends the user what StepTaps says."""
 
     @property
     def node_count(self) -> int:
@@ -337,6 +355,20 @@ class StepResult(Message, frozen=True, array_like=True, tag="result"):
     nodes: NodeIds
     tensor: TensorMeta
     timings: Annotated[tuple[StageTiming, ...], msgspec.Meta(max_length=128)]
+
+
+class StepTaps(Message, frozen=True, array_like=True, tag="taps"):
+    """Stage to user: rows after ``layer`` layers, of nodes of one step that the user has asked for (Step.tap).
+
+    Straight to the user, and to nobody else. A hint for drafting: it may be left out, and nobody waits for it.
+    """
+
+    session: SessionBytes
+    epoch: U32
+    sequence: U32
+    layer: TapLayer
+    nodes: Annotated[tuple[U32, ...], msgspec.Meta(min_length=1, max_length=MAX_TAPPED_NODES)]
+    tensor: TensorMeta
 
 
 class Cancel(Message, frozen=True, array_like=True, tag="cancel"):
@@ -420,6 +452,7 @@ AnyMessage: TypeAlias = (
     | Replayed
     | Step
     | StepResult
+    | StepTaps
     | Cancel
     | SessionFailed
     | CloseSession
@@ -430,7 +463,7 @@ AnyMessage: TypeAlias = (
 
 _DECODE = msgspec.msgpack.Decoder(AnyMessage).decode
 _HEADER_BYTES_OF = struct.Struct("<I").unpack_from
-_WITH_TENSOR = (Step, StepResult)
+_WITH_TENSOR = (Step, StepResult, StepTaps)
 _new_tuple = tuple.__new__
 
 
@@ -487,6 +520,8 @@ def _check_open(message: OpenSession) -> None:
         raise WireError("a path that nothing is folded along")
     if any(node >= after for node, after in itertools.pairwise(message.path)) or message.path[:1] == (0,):
         raise WireError("the nodes of a path are not in ascending order")
+    if any(layer >= after for layer, after in itertools.pairwise(message.taps)):
+        raise WireError("layers whose rows are asked for are not in ascending order")
 
 
 def _check_resend(message: Resend) -> None:
@@ -498,7 +533,7 @@ def _check_resend(message: Resend) -> None:
         raise WireError("positions out of range")
 
 
-def _check_tensor(message: Step | StepResult, payload: memoryview) -> None:
+def _check_tensor(message: Step | StepResult | StepTaps, payload: memoryview) -> None:
     tensor = message.tensor
     num_rows, size = tensor.num_rows, row_bytes(tensor.dtype, tensor.row_size)
     if size is None:
@@ -510,9 +545,11 @@ def _check_tensor(message: Step | StepResult, payload: memoryview) -> None:
         raise WireError("unknown compression")
     elif not len(payload) < size * num_rows <= min(MAX_PAYLOAD_BYTES, MAX_EXPANSION * len(payload)):
         raise WireError(f"{len(payload)} compressed bytes cannot stand for {size * num_rows}")
-    if isinstance(message, StepResult):
+    if not isinstance(message, Step):
         if len(message.nodes) != num_rows:
             raise WireError("a result needs one row per node")
+        if isinstance(message, StepTaps) and any(a >= b for a, b in itertools.pairwise(message.nodes)):
+            raise WireError("the nodes of rows of a layer are not in ascending order")
         return
     first, parents = message.first_node, message.parents
     if message.covers != 1 and (parents or message.stop_stage is None):
@@ -522,6 +559,8 @@ def _check_tensor(message: Step | StepResult, payload: memoryview) -> None:
     num_nodes = message.num_nodes or num_rows
     if message.num_nodes or message.live:
         _check_live(message)
+    if message.tap:
+        _check_tap(message)
     if num_nodes == 0:
         raise WireError("a step without nodes")
     last = first + num_nodes - 1
@@ -539,6 +578,17 @@ def _check_tensor(message: Step | StepResult, payload: memoryview) -> None:
     if any(node >= after for node, after in itertools.pairwise(message.want)):
         # Asked for twice, a row would make the answer larger than the question, and larger than a frame.
         raise WireError("wanted rows are not in ascending order")
+
+
+def _check_tap(message: Step) -> None:
+    """The bits are those of nodes of this step, and not too many."""
+    bits = int.from_bytes(message.tap, "little")
+    if message.covers != 1 or message.stop_stage is not None:
+        raise WireError("a replayed entry is asked for rows of layers")
+    if len(message.tap) != -(-message.node_count // 8) or bits >> message.node_count:
+        raise WireError("not one bit per node says whose rows of layers are wanted")
+    if not 1 <= bits.bit_count() <= MAX_TAPPED_NODES:
+        raise WireError("rows of layers are wanted of no node, or of too many")
 
 
 def _check_live(message: Step) -> None:
@@ -564,6 +614,8 @@ __all__ = [
     "MAX_NODES_PER_STEP",
     "MAX_PAYLOAD_BYTES",
     "MAX_PROBE_PAYLOAD_BYTES",
+    "MAX_TAPPED_NODES",
+    "MAX_TAPS",
     "NOT_RETAINED",
     "PEER_LOST",
     "RETAIN_S",
@@ -593,6 +645,7 @@ __all__ = [
     "StatusRequest",
     "Step",
     "StepResult",
+    "StepTaps",
     "TensorMeta",
     "decode_message",
     "encode_message",

@@ -59,6 +59,7 @@ from p2p.messages import (
     StatusReply,
     StatusRequest,
     StepResult,
+    StepTaps,
 )
 from p2p.paths import RoutedNetwork
 from p2p.peer_book import path_of
@@ -423,6 +424,7 @@ class SwarmConnection:
         match message:
             case (
                 StepResult()
+                | StepTaps()
                 | SessionOpened()
                 | SessionRefused()
                 | SessionFailed()

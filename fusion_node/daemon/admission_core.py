@@ -27,6 +27,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from fusion_node.daemon.taps_core import problem_with_taps
 from fusion_node.engine.block_manager_core import BlockManager, NoRoom
 from fusion_node.engine.session_log_core import LogState, SessionLog
 from fusion_node.types import LayerRange, ModelId, MonotonicS, PeerId
@@ -56,6 +57,7 @@ class RefusalCode(enum.StrEnum):
     """Why a session is not opened, as the user's side sees it in SessionRefused.code."""
 
     BAD_PLAN = "bad-plan"
+    BAD_TAPS = "bad-taps"
     NOT_YOURS = "not-yours"
     UNKNOWN_MODEL = "unknown-model"
     LAYERS_NOT_HELD = "layers-not-held"
@@ -150,6 +152,7 @@ class Session:
         early_until: when something of what they follow has to have come; None while there are none.
         resumable_from: when one plan of a higher epoch may be adopted; those before it are RESUMES_AT_ONCE.
         lease_envelope: what the user was last given, signed, and when it ends.
+        taps: layers whose rows its user may ask for, of the present epoch.
     """
 
     key: bytes
@@ -185,6 +188,7 @@ class Session:
     early_until: MonotonicS | None = None
     resumable_from: float = 0.0
     lease_envelope: tuple[bytes, MonotonicS] | None = None
+    taps: tuple[int, ...] = ()
 
     @property
     def user(self) -> PeerId:
@@ -319,7 +323,7 @@ class Admission:
             is_alike = (held.layers, held.plan.wire, held.plan.max_positions) == (layers, plan.wire, plan.max_positions)
             # Whose committed prefix is another than its user's is of no use to it.
             if is_alike and (not message.folds or held.folds_along(message)):
-                self._adopt(held, plan, message.stage, now)
+                self._adopt(held, plan, message, now)
                 held.resumable_from = resumable_from
                 return held
         crowded = self._check_room(message, source, is_resumed=is_resumed)
@@ -342,6 +346,7 @@ class Admission:
             num_computed=reused,
             resumable_from=resumable_from,
             numbered_at=plan.epoch,
+            taps=message.taps,
         )
         if message.folds:
             session.log.next_sequence = session.num_done = reused  # an entry per position
@@ -492,7 +497,8 @@ class Admission:
             advice = " or ".join(str(layer) for layer in nearest if layer is not None)
             reason = f"no session begins at layer {layers.start} of this model: begin at {advice}"
             return Refused(RefusalCode.LAYERS_NOT_HELD, reason)
-        return layers
+        problem = problem_with_taps(message.taps, layers)
+        return layers if problem is None else Refused(RefusalCode.BAD_TAPS, problem)
 
     def _check_room(self, message: OpenSession, source: PeerId, *, is_resumed: bool) -> Refused | None:
         """Why no session is opened anew now."""
@@ -508,8 +514,8 @@ class Admission:
             return Refused(RefusalCode.TOO_MANY_SESSIONS, "too many sessions are open; try again later")
         return None
 
-    def _adopt(self, session: Session, plan: Plan, stage: int, now: MonotonicS) -> None:
-        session.plan, session.stage = plan, stage
+    def _adopt(self, session: Session, plan: Plan, message: OpenSession, now: MonotonicS) -> None:
+        session.plan, session.stage, session.taps = plan, message.stage, message.taps
         session.num_queued_before = session.num_queued_rows
         session.state, session.kept_until = SessionState.OPENING, None
         session.resends.clear()

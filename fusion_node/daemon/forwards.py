@@ -21,6 +21,7 @@ from fusion_node.daemon.serving_core import ServedStep
 from fusion_node.engine.batching_core import Batch, BatchingCore, BatchingStatus, Overload, Priority, Work
 from fusion_node.engine.device import prepare_thread, release_cached_memory
 from fusion_node.engine.shard_engine import PlannedBatch, ShardEngine
+from fusion_node.engine.taps import Tapped, TapTensors
 from fusion_node.engine.tensor_codec import RowsNotFinite, StepTensors
 from fusion_node.errors import FusionError, ResourceExhausted
 from p2p.messages import StageTiming
@@ -44,8 +45,10 @@ class Owner(Protocol):
         """Whether that very session is served. Also asked in the threads."""
         ...
 
-    def step_done(self, step: ServedStep, payload: memoryview, timing: StageTiming) -> None:
-        """All its rows are computed; those of a session come in order."""
+    def step_done(
+        self, step: ServedStep, payload: memoryview, timing: StageTiming, taps: Sequence[tuple[int, memoryview]]
+    ) -> None:
+        """All its rows are computed, and by layer what is tapped of them; those of a session come in order."""
         ...
 
     def steps_lost(self, session: Session, code: str, reason: str) -> None:
@@ -60,6 +63,7 @@ class _Step:
     served: ServedStep
     tensors: StepTensors
     queued_us: int
+    taps: TapTensors | None = None
     began_us: int | None = None
     compute_us: int = 0
     has_moved: bool = False
@@ -80,6 +84,7 @@ class _Flight:
     Attributes:
         failures: per piece how many forwards of its session had failed when this one began.
         rows: per piece what the device before has made.
+        tapped: per piece what is taken of the layers on the way.
         unfit: why a piece's rows cannot be passed on, by its index.
     """
 
@@ -88,6 +93,7 @@ class _Flight:
     steps: tuple[_Step, ...]
     failures: tuple[int, ...]
     rows: list[Any] = field(default_factory=list)
+    tapped: list[Tapped | None] = field(default_factory=list)
     unfit: dict[int, str] = field(default_factory=dict)
     seconds: float = 0.0
     num_changed: int = 0
@@ -155,7 +161,7 @@ class Forwards:
                 moves_kv=step.rows.reuses_slots,
                 arrived=now,
                 deadline=now + QUEUE_DEADLINE_S,
-                payload=_Step(step, tensors, _now_us()),
+                payload=_Step(step, tensors, _now_us(), self._taps_of(step)),
             ),
             now=now,
         )
@@ -191,9 +197,12 @@ class Forwards:
                     extra_rows=extra_rows,
                     is_tree=not served.rows.is_chain,
                     moves_kv=served.rows.reuses_slots,
-                    payload=_Step(served, tensors, step.queued_us),
+                    payload=_Step(served, tensors, step.queued_us, self._taps_of(served)),
                 ),
             )
+
+    def _taps_of(self, step: ServedStep) -> TapTensors | None:
+        return None if step.tap is None else TapTensors(*step.tap, self._engine.hidden_size, step.encoding)
 
     def cancel(self, session: Session) -> None:
         """Computes nothing more of a session."""
@@ -274,11 +283,15 @@ class Forwards:
                 step.tensors.live_rows(piece.start, piece.stop) if self._owner.is_open(step.session) else None
                 for step, piece in zip(flight.steps, flight.batch.pieces, strict=True)
             ]
+            flight.tapped = [
+                None if step.taps is None else step.taps.of(piece.start, piece.stop)
+                for step, piece in zip(flight.steps, flight.batch.pieces, strict=True)
+            ]
             for step in flight.steps:
                 step.began_us = began_us if step.began_us is None else step.began_us
         self._engine.change_kv(flight.planned, device=device)
         flight.num_changed += 1
-        flight.rows = self._engine.run(flight.planned, flight.rows, device=device)
+        flight.rows = self._engine.run(flight.planned, flight.rows, device=device, tapped=flight.tapped)
         if device + 1 == len(self._devices):
             for index, (step, piece) in enumerate(zip(flight.steps, flight.batch.pieces, strict=True)):
                 computed = flight.rows[index]
@@ -287,6 +300,9 @@ class Forwards:
                         step.tensors.keep(piece.start, computed)
                     except RowsNotFinite as error:
                         flight.unfit[index] = str(error)
+                    tapped = flight.tapped[index]
+                    if step.taps is not None and tapped is not None:
+                        step.taps.keep(piece.start, tapped)
         compute_us = _now_us() - began_us
         flight.seconds += compute_us / 1e6
         for step in flight.steps:
@@ -311,7 +327,8 @@ class Forwards:
                 price_s = self._batching.row_price_s(batch.group)
                 for work in done:
                     step: _Step = work.payload
-                    self._owner.step_done(step.served, step.tensors.payload, step.timing(price_s))
+                    taps = [] if step.taps is None else step.taps.payloads()
+                    self._owner.step_done(step.served, step.tensors.payload, step.timing(price_s), taps)
             case ResourceExhausted() as error:
                 log.warning("a forward did not fit", rows=batch.num_rows, reason=str(error))
                 self._counters["forwards_out_of_memory"] += 1

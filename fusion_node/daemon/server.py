@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -358,10 +358,12 @@ class NodeServer:
         """For the forwards: what is computed of a session that is over, nobody wants."""
         return self._admission.holds(session)
 
-    def step_done(self, step: ServedStep, payload: memoryview, timing: StageTiming) -> None:
+    def step_done(
+        self, step: ServedStep, payload: memoryview, timing: StageTiming, taps: Sequence[tuple[int, memoryview]]
+    ) -> None:
         """For the forwards: all rows of a step are computed."""
         timing = self._priced(step, timing)
-        self._serving.step_computed(step, payload, timing, now=self._now())
+        self._serving.step_computed(step, payload, timing, now=self._now(), taps=taps)
         self._carry_out()
 
     def _priced(self, step: ServedStep, timing: StageTiming) -> StageTiming:

@@ -48,6 +48,7 @@ from fusion_node.daemon.admission_core import (
     SessionState,
 )
 from fusion_node.daemon.output_log_core import OutputLog
+from fusion_node.daemon.taps_core import MAX_TAP_BACKLOG_BYTES, Tap, tap_of
 from fusion_node.engine.session_log_core import Duplicate, LogState, StepFault, StepRows
 from fusion_node.types import MonotonicS, PeerId
 from fusion_node.wire import MAX_PAYLOAD_BYTES
@@ -73,6 +74,7 @@ from p2p.messages import (
     StageTiming,
     Step,
     StepResult,
+    StepTaps,
     TensorMeta,
     row_bytes,
 )
@@ -158,7 +160,7 @@ class SendRows:
 
     session: Session
     peer: PeerId
-    message: Step | StepResult
+    message: Step | StepResult | StepTaps
     payload: Payload
     is_repeated: bool = False
 
@@ -219,6 +221,7 @@ class ServedStep:
         stops: it is not handed on.
         generation: of the session's log.
         is_appended: its rows are retained as they are; else each as its node is committed.
+        tap: rows of layers that its user is sent beside; None: none.
     """
 
     session: Session
@@ -230,6 +233,7 @@ class ServedStep:
     stops: bool
     generation: int
     is_appended: bool
+    tap: Tap | None = None
 
 
 class Serving:
@@ -400,6 +404,7 @@ class Serving:
             stops,
             session.generation,
             rows.commits_all,
+            tap_of(session.taps, message, rows),
         )
 
     def narrow(self, session: Session, waiting: Sequence[ServedStep]) -> list[ServedStep]:
@@ -433,7 +438,8 @@ class Serving:
                 return []
             self.counters["rows_taken_back"] += len(step.rows.live_rows) - len(rows.live_rows)
             returned, out = _going_out(session, step.message, rows)
-            narrowed.append(replace(step, rows=rows, returned=returned, out=out))
+            tap = None if step.tap is None else tap_of(step.tap.layers, step.message, rows)
+            narrowed.append(replace(step, rows=rows, returned=returned, out=out, tap=tap))
             session.befores.append(before)
         return narrowed
 
@@ -443,8 +449,20 @@ class Serving:
         if self._takes(session, message.epoch):
             self._blame(session, "bad-rows", reason, culprit=session.previous, now=now)
 
-    def step_computed(self, step: ServedStep, payload: Payload, timing: StageTiming, *, now: MonotonicS) -> None:
-        """All rows of a step are computed, and ``payload`` holds those that go out."""
+    def step_computed(
+        self,
+        step: ServedStep,
+        payload: Payload,
+        timing: StageTiming,
+        *,
+        now: MonotonicS,
+        taps: Sequence[tuple[int, Payload]] = (),
+    ) -> None:
+        """All rows of a step are computed, and ``payload`` holds those that go out.
+
+        Args:
+            taps: rows that its user is sent beside, by layer; one that could not be had is left out.
+        """
         session, message = step.session, step.message
         _leaves_queue(session, message)
         if not self.admission.holds(session):
@@ -468,11 +486,26 @@ class Serving:
             self._retain(step, payload)
             if is_in_force and not step.stops:
                 self._commands.append(SendRows(session, session.next, self._handed_on(step, timings), payload))
+        if step.tap is not None and is_in_force:
+            self._send_taps(step, step.tap, taps)
         if step.stops and is_in_force:
             done = Replayed(session.key, message.epoch, session.stage, session.num_done, session.num_computed)
             self._commands.append(Send(session.user, done))
         if session.resends:
             self._serve_resends(session, now)
+
+    def _send_taps(self, step: ServedStep, tap: Tap, taps: Sequence[tuple[int, Payload]]) -> None:
+        """Behind what the step is for. Nobody waits for them."""
+        session, message = step.session, step.message
+        nodes = tuple(step.rows.nodes[row] for row in tap.rows)
+        tensor = TensorMeta(step.encoding, len(nodes), self._row_size)
+        if self._backlog_bytes(session.user) > MAX_TAP_BACKLOG_BYTES:
+            self.counters["taps_left_out"] += len(taps) * len(nodes)
+            return
+        self.counters["taps"] += len(taps) * len(nodes)
+        for layer, rows in taps:
+            beside = StepTaps(session.key, message.epoch, message.sequence, layer, nodes, tensor)
+            self._commands.append(SendRows(session, session.user, beside, rows))
 
     def _note_computed(self, step: ServedStep) -> None:
         """How far the session is: in entries of its log, and in positions whose KV is in its place."""
@@ -693,6 +726,7 @@ class Serving:
                     # What is being computed just now will be there when it is asked for.
                     session.log.num_committed if is_kept and session.log.is_plain else 0,
                     session.log.num_committed,
+                    session.taps,
                 ),
             )
         )

@@ -20,6 +20,7 @@ from fusion_node.engine.device import memory_errors
 from fusion_node.engine.kv_cache import KVPool
 from fusion_node.engine.session_log_core import StepRows
 from fusion_node.engine.stage import Stage, StepInput
+from fusion_node.engine.taps import Tapped
 from fusion_node.errors import InvalidLayers, ResourceExhausted
 from fusion_node.types import LayerRange
 
@@ -156,12 +157,18 @@ class ShardEngine:
                     pool.move(change)
 
     def run(
-        self, batch: PlannedBatch, rows: Sequence[torch.Tensor | None], *, device: int = 0
+        self,
+        batch: PlannedBatch,
+        rows: Sequence[torch.Tensor | None],
+        *,
+        device: int = 0,
+        tapped: Sequence[Tapped | None] = (),
     ) -> list[torch.Tensor | None]:
         """Computes a batch on one of the devices: the first takes what came, the others what the one before made.
 
         Args:
             rows: per item of the batch, ``[T, D]``; None leaves the item out.
+            tapped: per item, what is to be taken of this device's layers; if not given, nothing.
 
         Returns:
             Per item, the hidden rows after the last of this device's layers.
@@ -174,8 +181,8 @@ class ShardEngine:
             return list(rows)
         # An entry of the log may leave no row alive: it is applied, and computes nothing.
         inputs = [
-            StepInput(item.step, x_TD, item.runs, item.start)
-            for item, x_TD in zip(batch.items, rows, strict=True)
+            StepInput(item.step, x_TD, item.runs, item.start, taps)
+            for item, x_TD, taps in zip(batch.items, rows, tapped or [None] * len(rows), strict=True)
             if x_TD is not None and len(x_TD)
         ]
         outputs = iter(part.forward(inputs, self._pool(device)) if inputs else ())

@@ -29,6 +29,7 @@ from fusion_node.engine.linear import speed_up_linears
 from fusion_node.engine.numerics import NumericsClass
 from fusion_node.engine.quantized import Quantization
 from fusion_node.engine.session_log_core import StepRows
+from fusion_node.engine.taps import Tapped, tapping
 from fusion_node.engine.weights import OnTensor, TensorSource, fill
 from fusion_node.errors import InvalidLayers
 from fusion_node.types import LayerRange
@@ -42,12 +43,14 @@ class StepInput:
         step: as the session's log describes it; what it moves was moved before.
         rows_TD: live rows of the step from ``first_row`` on: all of them, or as many as this call takes.
         runs: the session's slots in the pool, at least up to the last row's.
+        tapped: rows of layers to take on the way; None: none.
     """
 
     step: StepRows
     rows_TD: torch.Tensor
     runs: tuple[range, ...]
     first_row: int = 0
+    tapped: Tapped | None = None
 
 
 class Stage:
@@ -226,7 +229,15 @@ class Stage:
             )
             start += stop - first
         rows = [item.rows_TD for item in batch]
-        hidden_TD = self._run(pool, segments, rows[0] if len(rows) == 1 else torch.cat(rows))
+        rows_TD = rows[0] if len(rows) == 1 else torch.cat(rows)
+        wishes = [(i.tapped, s.start) for i, s in zip(batch, segments, strict=True) if i.tapped is not None]
+        if wishes:
+            own = range(self.layers.start + 1, self.layers.stop + 1)
+            modules = {layer: self._model.get_submodule(f"layers.{layer - 1}") for layer in own}
+            with tapping(modules, wishes, own):
+                hidden_TD = self._run(pool, segments, rows_TD)
+        else:
+            hidden_TD = self._run(pool, segments, rows_TD)
         return [hidden_TD[s.start : s.stop] for s in segments]
 
     @torch.inference_mode()

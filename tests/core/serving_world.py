@@ -51,6 +51,11 @@ def embed(position: int) -> int:
     return digest("token", position)
 
 
+def tap_of(layer: int, row: int) -> int:
+    """The row after so many layers, of the node for which a stage hands on ``row``."""
+    return digest("tap", layer, row)
+
+
 def join(parts: Sequence[Part], row_bytes: int) -> tuple[int, ...]:
     assert row_bytes == ROW_BYTES
     return tuple(row for part in parts for row in part.payload[part.start : part.stop])
@@ -150,7 +155,9 @@ class Node:
             assert len(seen) == position + 1
             out.append(digest(step.session.layers.start, step.session.layers.stop, [kv.get(slot) for slot in seen]))
         result = tuple(out) if step.out is None else tuple(out[index] for index in step.out)
-        self.core.step_computed(step, result, StageTiming(1, 2), now=MonotonicS(self.now))
+        layers, tapped = ((), ()) if step.tap is None else step.tap
+        taps = [(layer, tuple(tap_of(layer, out[index]) for index in tapped)) for layer in layers]
+        self.core.step_computed(step, result, StageTiming(1, 2), now=MonotonicS(self.now), taps=taps)
         self.carry_out()
 
     def carry_out(self) -> None:

@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 from fusion_node.wire import WireError, encode_header
 from p2p.messages import (
     MAX_NODES_PER_STEP,
+    MAX_TAPPED_NODES,
+    MAX_TAPS,
     AnyMessage,
     Cancel,
     CloseSession,
@@ -27,6 +29,7 @@ from p2p.messages import (
     StatusRequest,
     Step,
     StepResult,
+    StepTaps,
     TensorMeta,
     decode_message,
     encode_message,
@@ -159,6 +162,55 @@ def test_result_needs_a_row_per_node() -> None:
         decode(StepResult(SESSION, 0, 0, (1,), TensorMeta("f32", 2, 1), ()))
 
 
+def test_step_may_ask_for_the_rows_of_layers_of_some_of_its_nodes() -> None:
+    asking = step(tap=b"\x02")
+    assert decode(asking)[0] == asking
+    nine = step(want=(5,), tensor=TensorMeta("f32", 2, 1), num_nodes=9, live=b"\x01\x01", tap=b"\xff\x01")
+    assert decode(nine)[0] == nine
+
+
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"tap": b"\x04"}, "one bit per node"),
+        ({"tap": b"\x01\x00"}, "one bit per node"),
+        ({"tap": b"\x00"}, "of no node"),
+        ({"tap": b"\x01", "want": (), "stop_stage": 1}, "replayed"),
+        ({"tap": b"\x01", "want": (), "stop_stage": 1, "covers": 2}, "replayed"),
+        ({"num_nodes": 9, "live": b"\x03\x00", "tap": b"\x01"}, "one bit per node"),
+    ],
+)
+def test_step_that_asks_for_rows_of_layers_of_what_is_not_in_it_is_refused(
+    changes: dict[str, object], what: str
+) -> None:
+    with pytest.raises(WireError, match=what):
+        decode(step(**changes))
+
+
+def test_rows_of_layers_are_asked_for_of_so_many_nodes_and_no_more() -> None:
+    for num_nodes, fits in ((MAX_TAPPED_NODES, True), (MAX_TAPPED_NODES + 1, False)):
+        bits = (2**num_nodes - 1).to_bytes(16, "little")
+        asking = step(want=(), tensor=TensorMeta("f32", 128, 1), tap=bits)
+        with contextlib.nullcontext() if fits else pytest.raises(WireError, match="too many"):
+            assert decode(asking, bytes(512))[0] == asking
+        taps = StepTaps(SESSION, 0, 0, 3, tuple(range(num_nodes)), TensorMeta("f32", num_nodes, 1))
+        with contextlib.nullcontext() if fits else pytest.raises(WireError):
+            assert decode(taps, bytes(4 * num_nodes))[0] == taps
+    with pytest.raises(WireError, match="one row per node"):
+        decode(StepTaps(SESSION, 0, 0, 3, (1,), TensorMeta("f32", 2, 1)))
+    with pytest.raises(WireError):
+        decode(StepTaps(SESSION, 0, 0, 3, (), TensorMeta("f32", 0, 1)), b"")
+    for nodes in ((5, 5), (6, 5)):
+        with pytest.raises(WireError, match="ascending order"):
+            decode(StepTaps(SESSION, 0, 0, 3, nodes, TensorMeta("f32", 2, 1)))
+
+
+@pytest.mark.parametrize("taps", [(3, 3), (4, 3), (0, 3), (4097,), tuple(range(1, MAX_TAPS + 2))])
+def test_layers_whose_rows_are_asked_for_are_few_and_in_order(taps: tuple[int, ...]) -> None:
+    with pytest.raises(WireError):
+        decode(OpenSession(SESSION, 0, 0, b"plan", taps=taps), b"")
+
+
 def test_payload_where_none_belongs_is_refused() -> None:
     with pytest.raises(WireError, match="none belongs"):
         decode(StatusRequest(1), b"x")
@@ -226,6 +278,7 @@ def test_messages_without_the_fields_of_prefix_reuse_mean_none() -> None:
         (["open", SESSION, 0, 1, b"plan"], OpenSession(SESSION, 0, 1, b"plan", b"", 0)),
         (["opened", SESSION, 0, 1, 30.0], SessionOpened(SESSION, 0, 1, 30.0, 0)),
         (["close", SESSION, 0], CloseSession(SESSION, 0, retain=False)),
+        (["opened", SESSION, 0, 1, 30.0, 0, b"", 0, 0, 0], SessionOpened(SESSION, 0, 1, 30.0, taps=())),
     ):
         assert decode_message(encode_header(fields))[0] == meant
 
