@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
+from fusion_node.cli import speculation_view
 from fusion_node.cli.logs import LogFormat, configure_logs
 from fusion_node.cli.options import (
     Allow,
@@ -49,11 +51,10 @@ from fusion_node.cli.options import (
     user_rules,
 )
 from fusion_node.client.sampling import SamplingParams
-from fusion_node.errors import FusionError
+from fusion_node.errors import ConfigError, FusionError
 from p2p.identity import short
 
 if TYPE_CHECKING:
-    from fusion_node.client.speculation import SpeculationReport
     from fusion_node.client.swarm import GenerationStats, SwarmClient
 
 
@@ -73,6 +74,14 @@ def generate(
     seed: Seed = None,
     stop: Stop = None,
     stats: Annotated[bool, typer.Option("--stats", help="Print speed and nodes after the answer.")] = False,
+    speculation_plot: Annotated[
+        Path | None,
+        typer.Option(
+            "--speculation-plot",
+            metavar="FILE",
+            help="Draw there how it was guessed, as PNG, SVG or PDF; needs matplotlib.",
+        ),
+    ] = None,
     background: Annotated[
         bool, typer.Option("--background", help="Nobody waits for it: nodes compute it with what others leave.")
     ] = False,
@@ -100,6 +109,12 @@ def generate(
     rules = user_rules(allow, deny, distinct_operators, max_price, max_stages)
     line = emulated_line(emulate_rtt, emulate_jitter, emulate_rate)
     params = sampling(max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop)
+    if speculation_plot is not None:
+        if speculate == "off":
+            raise ConfigError(
+                "--speculation-plot shows how an answer is guessed: add --speculate auto, or leave it out"
+            )
+        speculation_view.check_plot(speculation_plot)
     text = sys.stdin.read() if prompt == "-" else prompt
     from fusion_node.client.swarm import SwarmClient
 
@@ -134,6 +149,8 @@ def generate(
                 if pieces and not as_json:
                     print()
                 raise
+            if speculation_plot is not None and answer.stats.speculation is not None:
+                speculation_view.write_plot(answer.stats.speculation, speculation_plot)
             if as_json:
                 print(msgspec.json.encode({"text": "".join(pieces), **describe(answer.stats)}).decode())
                 return
@@ -297,7 +314,7 @@ def describe(stats: GenerationStats) -> dict[str, Any]:
 
 
 def summary(stats: GenerationStats) -> str:
-    """The statistics of an answer for people: one line, one for each repair, and one for how it was guessed."""
+    """The statistics of an answer for people: one line, one for each repair, and some on how it was guessed."""
     speed = "" if stats.tokens_per_s is None else f", {stats.tokens_per_s:.1f} tokens/s"
     first = "" if stats.time_to_first_token_s is None else f", first token after {stats.time_to_first_token_s:.2f} s"
     nodes = " → ".join(f"{short(stage.peer)} [{stage.layers}]" for stage in stats.stages)
@@ -306,14 +323,5 @@ def summary(stats: GenerationStats) -> str:
         f"{repair.stall_s:.2f} s, {repair.replayed_positions} positions computed again"
         for repair in stats.repairs
     )
-    return f"{stats.completion_tokens} tokens{speed}{first}, over {nodes}{repaired}{_guessed(stats.speculation)}"
-
-
-def _guessed(report: SpeculationReport | None) -> str:
-    if report is None:
-        return ""
-    right = "nothing guessed" if report.acceptance is None else f"{report.acceptance:.0%} of first guesses right"
-    return (
-        f"\nspeculation: {report.mode}, {right}, {report.rows_per_token:.1f} rows per token, depth {report.depth:.1f}, "
-        f"latency {1000 * report.latency_s:.0f} ms, {1000 * report.price_s:.2f} ms per row"
-    )
+    guessed = "" if stats.speculation is None else f"\n{speculation_view.lines(stats.speculation)}"
+    return f"{stats.completion_tokens} tokens{speed}{first}, over {nodes}{repaired}{guessed}"

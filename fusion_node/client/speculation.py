@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from fusion_node.client.drafters.recycling import RecyclingDrafter, RecyclingTable
 from fusion_node.client.drafters.suffix import SuffixCorpus, SuffixDrafter
 from fusion_node.client.drafting import Candidate, Drafter, MixedDrafter, SharedNoise
-from fusion_node.client.speculation_core import SpeculationStats
+from fusion_node.client.speculation_core import SpeculationCore
+from fusion_node.client.speculation_timeline import DepthCount, Timeline
 from fusion_node.engine.device import prepare_thread
 from fusion_node.engine.drafts import Verified
 from fusion_node.errors import ConfigError, NoPeers
@@ -46,6 +47,8 @@ class SpeculationReport:
         price_s: by how much one more row delays all that wait, by the nodes' word and the wire.
         depth: of the tree below a token when it was chosen, as far as it was on its way or back; the mean.
         corrections: tokens that had not been sent when they were chosen.
+        by_depth: of the first guesses, how many were right by how many tokens ahead they were made, from 1 on.
+        timeline: the same over time.
     """
 
     mode: str
@@ -55,9 +58,13 @@ class SpeculationReport:
     price_s: float
     depth: float
     corrections: int
+    by_depth: tuple[DepthCount, ...] = ()
+    timeline: Timeline = field(default_factory=Timeline)
 
     @classmethod
-    def of(cls, stats: SpeculationStats) -> SpeculationReport:
+    def of(cls, core: SpeculationCore) -> SpeculationReport:
+        """What a core has to tell so far."""
+        stats = core.stats
         return cls(
             mode=stats.mode.value,
             acceptance=stats.num_first / stats.num_candidates if stats.num_candidates else None,
@@ -66,6 +73,8 @@ class SpeculationReport:
             price_s=stats.price_s,
             depth=stats.depths / max(1, stats.num_tokens),
             corrections=stats.num_corrections,
+            by_depth=core.recorder.by_depth(),
+            timeline=core.recorder.timeline(),
         )
 
 

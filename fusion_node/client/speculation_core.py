@@ -32,6 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from fusion_node.client.speculation_timeline import TimelineRecorder, Totals
 from fusion_node.client.token_tree import NodeState, TokenTree, TreeNode
 from fusion_node.errors import LocalProtocolError
 from fusion_node.types import MonotonicS
@@ -284,6 +285,7 @@ class SpeculationCore:
 
     Attributes:
         stats: what has happened so far.
+        recorder: of the same over time, and by depth.
         max_positions: see above; set before a session is opened that reserves more or fewer.
         is_over: the last token was committed, or it was closed.
     """
@@ -304,6 +306,7 @@ class SpeculationCore:
         if not 1 <= num_prompt < stop_position:
             raise LocalProtocolError(f"an answer of {stop_position - num_prompt} tokens after {num_prompt} positions")
         self.stats = SpeculationStats()
+        self.recorder = TimelineRecorder()
         self.is_over = False
         self._stop_position = stop_position
         self._stop_tokens = stop_tokens
@@ -397,12 +400,14 @@ class SpeculationCore:
             self._policy.drafted(is_right=before.guess == token)
             self.stats.num_candidates += 1
             self.stats.num_first += before.guess == token
+            self.recorder.guessed(before.guess_depth, is_right=before.guess == token)
         self._num_resend += before.state is NodeState.UNSENT  # taken back while its row was being chosen from
         root = self._tree.advance(token)
         self._committed.append((token, root.id))
         self.stats.num_tokens += 1
         self.stats.num_corrections += root.state is NodeState.UNSENT
         self.stats.depths += self._depth_sent()
+        self.recorder.committed(self._totals(), in_flight=len(self._in_flight), now=now)
         self._commit_times.append(now)
         self._policy.committed(now=now)
         self.is_over = token in self._stop_tokens or position + 1 >= self._stop_position
@@ -583,6 +588,19 @@ class SpeculationCore:
             depth += 1
         return depth
 
+    def _totals(self) -> Totals:
+        stats = self.stats
+        return Totals(
+            self._decision.mode.value,
+            stats.num_tokens,
+            stats.num_rows,
+            stats.num_candidates,
+            stats.num_first,
+            stats.depths,
+            stats.latency_s,
+            stats.price_s,
+        )
+
     def _cancel(self, root: TreeNode) -> None:
         # A root that was not sent is told by the frame that it leaves in.
         if root.id and not all(node.is_live for node in self._in_flight.values()):
@@ -727,6 +745,7 @@ class SpeculationCore:
         self._frames[self._next_sequence] = _SentFrame(now, len(tokens), is_alone, want)
         self._next_sequence += 1
         self._note_pass(len(tokens), now)
+        self.recorder.sent(len(self._in_flight))
         self.stats.num_frames += 1
         self.stats.num_rows += len(tokens)
         self._events.append(frame)
@@ -797,6 +816,8 @@ class SpeculationCore:
         self._expanded_at = now
         self._num_expanded += 1
         self.stats.num_drafts += 1
+        for node in nodes:
+            node.guess_depth = node.position - self._tree.root.position + 1
         paths = tuple(self._tree.path(node) for node in nodes)
         self._events.append(Expand(self._num_expanded, self._tree.root.position + 1, paths, WIDTH))
 

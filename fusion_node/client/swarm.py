@@ -544,7 +544,7 @@ class SwarmClient:
                     yield token
         finally:
             answer.is_kept = shell.is_kept
-            work.stats.speculation = SpeculationReport.of(speculation.stats)
+            work.stats.speculation = SpeculationReport.of(speculation)
             drafting.close()
             if self._prefixes is not None:
                 policy.paused()

@@ -160,8 +160,19 @@ class StageUsage(Struct, frozen=True):
     compute_ms_per_step: float
 
 
+class GuessesUsage(Struct, frozen=True):
+    """Guesses that were made so many tokens ahead, where all tokens before were as guessed."""
+
+    guessed: int
+    right: int
+
+
 class SpeculationUsage(Struct, frozen=True):
-    """How tokens were guessed: ``acceptance`` is the share of first guesses that were right."""
+    """How tokens were guessed.
+
+    ``acceptance`` is the share of first guesses that were right; ``by_depth`` has their counts by how many tokens ahead
+    they were made, from 1 on.
+    """
 
     mode: str
     acceptance: float | None
@@ -169,6 +180,7 @@ class SpeculationUsage(Struct, frozen=True):
     depth: float
     latency_ms: float
     price_ms: float
+    by_depth: tuple[GuessesUsage, ...] = ()
 
 
 class FusionUsage(Struct, frozen=True):

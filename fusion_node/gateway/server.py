@@ -39,6 +39,7 @@ from fusion_node.gateway.openai_schema import (
     Completion,
     Delta,
     FusionUsage,
+    GuessesUsage,
     PromptTokensDetails,
     SpeculationUsage,
     StageUsage,
@@ -343,6 +344,7 @@ def _speculation_of(report: SpeculationReport) -> SpeculationUsage:
         depth=round(report.depth, 2),
         latency_ms=round(1000 * report.latency_s, 3),
         price_ms=round(1000 * report.price_s, 3),
+        by_depth=tuple(GuessesUsage(each.num_guessed, each.num_right) for each in report.by_depth),
     )
 
 

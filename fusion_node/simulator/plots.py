@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusion_node.errors import ConfigError
+from fusion_node.plotting import load_pyplot
 from fusion_node.simulator.report import stalls_by_fault, tokens_per_s
 
 if TYPE_CHECKING:
@@ -29,18 +30,7 @@ _COLOURS = ("#0b6e99", "#d1495b", "#edae49", "#3c7a3b", "#7b4b94", "#666666", "#
 
 def check_available() -> None:
     """Raises ConfigError where there is no matplotlib; asked before a long simulation, not after it."""
-    _pyplot()
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ConfigError("plots need matplotlib: pip install 'fusion-node[bench]', or leave out --plots") from error
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as pyplot
-
-    return pyplot
+    load_pyplot("--plots")
 
 
 def write_plots(world: World, folder: Path) -> list[Path]:
@@ -49,7 +39,7 @@ def write_plots(world: World, folder: Path) -> list[Path]:
     Raises:
         ConfigError: there is no matplotlib, or the folder cannot be written to.
     """
-    pyplot = _pyplot()
+    pyplot = load_pyplot("--plots")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return [
