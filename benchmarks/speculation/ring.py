@@ -53,8 +53,9 @@ class Costs:
         round_trip_s: of every leg, so that one leg takes half of it.
         fixed_s, row_s: of a pass, and of each row in it.
         wire_row_s: of a row on a leg.
-        draft_s: of a forward of the drafter.
+        draft_s, draft_path_s: of a forward of the drafter, and of each path in it.
         user_s: from a frame's return until its rows are of use.
+        choose_s: of a token from its row, one after the other.
         jitter_s: that a leg may take longer.
     """
 
@@ -66,6 +67,8 @@ class Costs:
     draft_s: float = 0.003
     user_s: float = 0.001
     jitter_s: float = 0.0
+    draft_path_s: float = 0.0
+    choose_s: float = 0.0
     lost_cancels: float = 1.0
     doubled_cancels: float = 0.0
 
@@ -318,7 +321,11 @@ class User:
                     self._expand(event)
                 case Choose(position, row):
                     assert row is not POISON, "the row of a committed token was not computed"
-                    core.chosen(position, self._choose(position, row), now=MonotonicS(world.clock.now))
+                    if world.costs.choose_s:
+                        after = world.clock.now + world.costs.choose_s
+                        world.clock.at(after, partial(self._chosen_later, position, row))
+                    else:
+                        core.chosen(position, self._choose(position, row), now=MonotonicS(world.clock.now))
                 case Commit():
                     self.tokens.append(event.token)
                     if event.is_last:
@@ -327,6 +334,11 @@ class User:
                     self._cancel(event)
         self._set_timer()
 
+    def _chosen_later(self, position: int, row: Any) -> None:
+        if not self.core.is_over:
+            self.core.chosen(position, self._choose(position, row), now=MonotonicS(self._world.clock.now))
+            self.pump()
+
     def _expand(self, event: Expand) -> None:
         def answer() -> None:
             if not self.core.is_over:
@@ -334,7 +346,9 @@ class User:
                 self.core.drafted(event.number, found, now=MonotonicS(self._world.clock.now))
                 self.pump()
 
-        self._world.clock.at(self._world.clock.now + self._world.costs.draft_s, answer)
+        costs = self._world.costs
+        took_s = costs.draft_s + costs.draft_path_s * len(event.paths)
+        self._world.clock.at(self._world.clock.now + took_s, answer)
 
     def _cancel(self, event: CancelDead) -> None:
         world, chance = self._world, self._world.chance
