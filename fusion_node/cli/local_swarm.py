@@ -172,8 +172,8 @@ def emulation_options(line: LineShape | None) -> list[str]:
     """Those that tell a node, or a user, to emulate this line."""
     if line is None:
         return []
-    rate = [] if line.rate_Mbps is None else ["--emulate-rate", f"{line.rate_Mbps:g}"]
-    return ["--emulate-rtt", f"{line.rtt_ms:g}", "--emulate-jitter", f"{line.jitter_ms:g}", *rate]
+    rate = [] if line.rate_Mbps is None else ["--emulate-rate", str(line.rate_Mbps)]
+    return ["--emulate-rtt", str(line.rtt_ms), "--emulate-jitter", str(line.jitter_ms), *rate]
 
 
 def split_evenly(num_layers: int, num_nodes: int) -> list[LayerRange]:

@@ -56,6 +56,25 @@ def test_demo_prints_what_a_person_wants_to_see(builtin_model: StoredModel, test
     assert "layers 15:30" in done.stdout
 
 
+def test_demo_over_an_emulated_line_compares_two_equal_answers_at_its_round_trip(
+    builtin_model: StoredModel, test_home: Path
+) -> None:
+    line = ("--rtt", "60", "--rate", "100", "--speculate", "tree")
+    done = run_cli("demo", "--nodes", "2", "--max-tokens", "12", *line, "--json", home=test_home, timeout_s=240.0)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["line"] == {"rtt_ms": 60.0, "jitter_ms": 0.0, "rate_Mbps": 100.0}
+    assert result["equal"] is True
+    assert result["token_ids"] == result["speculative"]["token_ids"]
+    assert result["speculation"] is None
+    assert result["speculative"]["speculation"]["rows_per_token"] >= 1.0
+    for answer in (result, result["speculative"]):
+        # What the planner was told; the machine can only add to it.
+        assert all(stage["round_trip_s"] >= 0.06 for stage in answer["stages"])
+    # User, two nodes and back: three ways of half a round trip for each token.
+    assert result["tokens_per_s"] <= 1 / 0.09
+
+
 def test_demo_refuses_more_nodes_than_layers_before_it_starts_any(builtin_model: StoredModel, test_home: Path) -> None:
     done = run_cli("demo", "--nodes", "99", home=test_home)
     assert done.returncode == 2
