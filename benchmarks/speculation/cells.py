@@ -117,7 +117,7 @@ async def measure(
         "modes": summary_of(ordered),
         "different": sum(num_different(ordered[mode], ordered["plain"]) for mode in modes),
         **_plain_model(swarm, ordered["plain"]),
-        **_tree_model(swarm, ordered["plain"], ordered["tree"], round_trip_ms),
+        **_tree_model(swarm, ordered["plain"], ordered["tree"], round_trip_ms, remembers=remembers),
         "answers": {
             mode: [
                 {"prompt": each.prompt, "tokens": len(each.tokens), "tokens_per_s": round(each.rate, 3)}
@@ -156,7 +156,7 @@ def _plain_stages_s(swarm: Swarm) -> list[float]:
 
 
 def _tree_model(
-    swarm: Swarm, plain: Sequence[Answered], tree: Sequence[Answered], round_trip_ms: int
+    swarm: Swarm, plain: Sequence[Answered], tree: Sequence[Answered], round_trip_ms: int, *, remembers: bool
 ) -> dict[str, Any]:
     """What the tree's guesses were, and what is expected of them.
 
@@ -198,7 +198,7 @@ def _tree_model(
     ]
     rates = summary_of({"plain": plain, "tree": tree})["tree"]["tokens_per_s"]
     ranks = rank_shares(every)
-    expected = expected_rate(replayed, costs, "tree")
+    expected = expected_rate(replayed, costs, "tree", remembers=remembers)
     limit = tree_limit(ranks, ring)
     return {
         "acceptance": ranks[0],
@@ -224,14 +224,26 @@ def _tree_model(
 
 
 def in_words(label: str, cell: Cell) -> str:
-    """One line."""
+    """A few lines."""
     data = cell.data
-    rates = ", ".join(f"{mode} {each['tokens_per_s']:.2f}" for mode, each in cell.summary.items())
-    noise = f"; NOISY: others used {data['other_cores']:.1f} cores" if data["is_noisy"] else ""
-    return (
-        f"{label}, RTT {cell.round_trip_ms} ms: {rates} tokens/s; tree {cell.summary['tree']['gain']:.2f} x plain, "
-        f"{data['measured_over_limit']:.2f} of its limit, simulated {data['simulated']:.2f}; "
-        f"plain {data['plain_ms']:.1f} ms, planned {data['planned_ms'] or float('nan'):.1f}{noise}"
+    noise = " NOISY" if data["is_noisy"] else ""
+    planned_ms = float("nan") if data["planned_ms"] is None else data["planned_ms"]
+    by_depth = "  ".join(
+        f"{each['depth']}: {each['first']:.2f}/{each['any']:.2f}" for each in data["acceptance_by_depth"]
+    )
+    return "\n".join(
+        (
+            f"{label}, RTT {cell.round_trip_ms} ms (measured: {min(data['measured_round_trips_ms']):.1f}); "
+            f"others used {data['other_cores']:.2f} cores{noise}",
+            *(
+                f"  {mode:6}{each['tokens_per_s']:7.2f} tokens/s {each['gain']:5.2f} x plain "
+                f"{each['rows_per_token']:5.1f} rows/token {each['first_token_s']:6.2f} s to the first"
+                for mode, each in cell.summary.items()
+            ),
+            f"  plain decode takes {data['plain_ms']:.1f} ms, planned {planned_ms:.1f}; the tree is "
+            f"{data['measured_over_limit']:.2f} of its limit, simulated {data['simulated']:.2f} tokens/s",
+            f"  tree, first guess/any of eight right, by depth where guessed: {by_depth}",
+        )
     )
 
 

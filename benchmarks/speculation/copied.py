@@ -25,8 +25,8 @@ LABEL = "copied text"
 PROMPTS = Path(__file__).with_name("copied.toml")
 MODES = ("plain", "chain", "tree")
 ROUND_TRIP_MS = 50
-NUM_TOKENS = 80
-NUM_QUICK_PROMPTS, NUM_QUICK_TOKENS = 4, 64
+NUM_TOKENS = 64
+NUM_QUICK_PROMPTS, NUM_QUICK_TOKENS = 4, 48
 
 TARGET = 3.0
 """Times plain decode."""

@@ -30,7 +30,7 @@ PROMPTS = Path(__file__).with_name("novel.toml")
 MODES = ("plain", "chain", "tree", "auto")
 ROUND_TRIPS_MS = (0, 20, 50, 100)
 QUICK_ROUND_TRIPS_MS = (0, 50)
-NUM_TOKENS = 40
+NUM_TOKENS = 36
 NUM_QUICK_PROMPTS, NUM_QUICK_TOKENS = 4, 24
 
 TARGETS = {50: 1.6, 100: 1.8}

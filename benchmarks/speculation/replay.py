@@ -63,17 +63,25 @@ class ReplayDrafter:
         return [(0 if rank == right else rank + 1, p, "replay") for rank, p in offered]
 
 
-def expected_rate(answers: Sequence[Replayed], costs: Costs, mode: str, *, seed: int = 0) -> float:
-    """Tokens per second after the first, of all answers, one after the other, by one user."""
-    return sum(_one_run(answers, costs, mode, seed + run) for run in range(NUM_RUNS)) / NUM_RUNS
+def expected_rate(
+    answers: Sequence[Replayed], costs: Costs, mode: str, *, remembers: bool = True, seed: int = 0
+) -> float:
+    """Tokens per second after the first, of all answers, one after the other, by one user.
+
+    Args:
+        remembers: whether an answer begins with what earlier ones have taught of modes.
+    """
+    return sum(_one_run(answers, costs, mode, remembers, seed + run) for run in range(NUM_RUNS)) / NUM_RUNS
 
 
-def _one_run(answers: Sequence[Replayed], costs: Costs, mode: str, seed: int) -> float:
+def _one_run(answers: Sequence[Replayed], costs: Costs, mode: str, remembers: bool, seed: int) -> float:
     others = [guess for answer in answers for guess in answer.guesses.values()]
     policy, chance = ModePolicy(MODES[mode]), random.Random(seed)
     num_tokens, seconds = 0, 0.0
     for answer in answers:
         world = World(costs, seed=chance.randrange(2**32))
+        if not remembers:
+            policy = ModePolicy(MODES[mode])
         policy.paused()
         user = world.add(
             [1] * answer.num_prompt,

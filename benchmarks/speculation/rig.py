@@ -29,6 +29,7 @@ from fusion_node.client.connection import SwarmConnection
 from fusion_node.client.drafting import Candidate, SharedNoise
 from fusion_node.client.speculation import AnswerDrafts, Drafts
 from fusion_node.engine.drafts import Verified
+from fusion_node.errors import NoRoute
 from fusion_node.types import PeerId
 from p2p.link_emulation_core import LineShape
 from p2p.messages import AnyMessage, Step, StepResult
@@ -36,7 +37,10 @@ from p2p.messages import AnyMessage, Step, StepResult
 MODEL = "smollm2-135m"
 NUM_STAGES = 3
 WARM_UP = "Which day comes after Tuesday? Say it in one sentence."
-WARM_UP_TOKENS = 16
+WARM_UP_TOKENS = 8
+
+REACHED_WITHIN_S = 90.0
+"""For nodes to answer their first ping; on a machine that does much else they begin slowly."""
 
 SURVEYED_WITHIN_S = 45.0
 """For nodes to have measured their round trips to one another; the plan is taken as it is then."""
@@ -200,11 +204,19 @@ class Swarm:
 
     async def warm_up(self) -> None:
         """Opens links and wakes up nodes; then waits for what the planner needs."""
-        for client in self._clients.values():
-            await client.wait_loaded()
-            await client.generate(WARM_UP, SamplingParams(max_tokens=WARM_UP_TOKENS)).text()
         client = self._clients["plain"]
         length = len(await client.encode(WARM_UP))
+        deadline = time.monotonic() + REACHED_WITHIN_S
+        while True:
+            try:
+                await client.find_route(length + WARM_UP_TOKENS)
+                break
+            except NoRoute:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(1.0)
+        for each in self._clients.values():
+            await each.generate(WARM_UP, SamplingParams(max_tokens=WARM_UP_TOKENS)).text()
         deadline = time.monotonic() + SURVEYED_WITHIN_S
         while True:
             self.plan = await client.plan(prompt_tokens=length, max_tokens=64)
@@ -266,7 +278,7 @@ async def swarm_of(
         clients: dict[str, WatchedClient] = {}
         for mode in modes:
             speculates = mode != "plain"
-            clients[mode] = await stack.enter_async_context(
+            client = clients[mode] = await stack.enter_async_context(
                 WatchedClient(
                     MODEL,
                     home=home,
@@ -278,6 +290,7 @@ async def swarm_of(
                     draft_model=str(draft) if draft is not None and speculates else None,
                 )
             )
+            await client.wait_loaded()  # one after the other: while heads are loaded, this process hardly answers
         swarm = Swarm(connection, clients)
         await swarm.warm_up()
         yield swarm
