@@ -76,6 +76,7 @@ class ChaosNode:
     name: str
     process: NodeProcess
     orders: Path
+    is_leaving: bool = False
 
     @property
     def peer(self) -> PeerId:
@@ -86,6 +87,7 @@ class ChaosNode:
         return self.process.layers
 
     def signal(self, number: signal.Signals) -> None:
+        self.is_leaving |= number is signal.SIGTERM
         with contextlib.suppress(ProcessLookupError):
             self.process.signal(number)
 
@@ -134,7 +136,8 @@ class ChaosSwarm:
             node.answers_with(None)
             node.signal(signal.SIGCONT)
         for node in self.nodes:
-            if node.has_lied:  # whoever was lied to has banned it
+            # Whoever was lied to has banned it; and who leaves is still there for some seconds, but not to be found.
+            if node.has_lied or node.is_leaving:
                 node.process.end()
         gone = [node for node in self.nodes if not node.process.is_running]
         self.nodes = [node for node in self.nodes if node.process.is_running]
