@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
 
 import structlog
@@ -30,7 +30,7 @@ from fusion_node.errors import FusionError, PeerError, PeerUnreachable
 from fusion_node.types import MonotonicS, PeerId
 from p2p.compression import Packed
 from p2p.identity import short
-from p2p.messages import AnyMessage, StepResult, TensorMeta
+from p2p.messages import AnyMessage, StepResult, StepTaps, TensorMeta
 from p2p.records import dialled_at
 
 CONNECT_S = 6.0
@@ -39,6 +39,23 @@ CONNECT_S = 6.0
 log = structlog.get_logger(__name__)
 
 EncodedRows = tuple[TensorMeta, memoryview]
+
+
+@dataclass(eq=False, slots=True)
+class Returned:
+    """The rows of one message.
+
+    Attributes:
+        sender: who had sent it: of a result, the last stage then.
+        plain: the payload without its compression; None until a row was asked for.
+        logits: of rows that were multiplied by the head before their turn, by index.
+    """
+
+    tensor: TensorMeta
+    payload: memoryview = field(repr=False)
+    sender: PeerId
+    plain: memoryview | None = field(default=None, repr=False)
+    logits: dict[int, Any] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,6 +181,10 @@ class AnswerShell:
     # what comes from outside
 
     def _on_message(self, peer: PeerId, message: AnyMessage, payload: memoryview) -> None:
+        if isinstance(message, StepTaps):
+            rows = Returned(message.tensor, payload, peer)
+            self._guard(lambda: self.core.receive_taps(message, rows, source=peer, now=self._now()))
+            return
         self._incoming = (message.tensor, payload) if isinstance(message, StepResult) else None
         self._guard(lambda: self.core.receive(message, source=peer, now=self._now()))
         self._incoming = None

@@ -27,9 +27,9 @@ import dataclasses
 import enum
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from fusion_node.client import session_core
 from fusion_node.client.session_core import (
@@ -47,10 +47,11 @@ from fusion_node.client.session_core import (
     TreeStepDone,
 )
 from fusion_node.client.speculation_core import Frame, SpeculationCore
+from fusion_node.client.taps_core import NodeTaps
 from fusion_node.errors import FusionError, NoPeers, NoRoute, PeerError, PeerRefused, RemoteProtocolError
 from fusion_node.types import LayerRange, MonotonicS, PeerId
 from p2p.identity import short
-from p2p.messages import AnyMessage, Step, TensorMeta
+from p2p.messages import AnyMessage, Step, StepTaps, TensorMeta
 from p2p.records import Plan, PlanStage
 from scheduler.repair_core import Attempt, Cause, Recovered, RepairPolicy, StepTimes
 
@@ -294,6 +295,7 @@ class AnswerCore:
         patience_s: how long a route is looked for before there being none is an error.
         speculation: grows the answer as a token tree: it is told here when it may send and when not, and what the
             stages have; ``append`` is not used then.
+        taps: layers whose rows the speculation wants of some nodes.
 
     Attributes:
         places: of the present route.
@@ -314,7 +316,9 @@ class AnswerCore:
         backlog_s: BacklogS = lambda peer: 0.0,
         patience_s: float = ROUTE_PATIENCE_S,
         speculation: SpeculationCore | None = None,
+        taps: Sequence[int] = (),
     ) -> None:
+        self._taps = tuple(taps)
         self.places: tuple[Place, ...] = ()
         self._num_prompt = self._num_positions = num_prompt
         self._row_size = row_size
@@ -475,6 +479,22 @@ class AnswerCore:
         if session is not None and getattr(message, "session", None) == session.plan.session:
             session.receive(message, source=source, now=now)
             self._follow(now)
+
+    def receive_taps(self, message: StepTaps, rows: Any, *, source: PeerId, now: MonotonicS) -> None:
+        """Rows of a layer, of one of its sessions; ``taps_of`` has them then."""
+        session = self._session
+        if session is not None and message.session == session.plan.session:
+            session.receive_taps(message, rows, source=source, now=now)
+            self._follow(now)
+
+    def taps_of(self, node: int) -> NodeTaps | None:
+        """What comes of the layers of a node of the present session; None: nothing."""
+        return None if self._session is None else self._session.taps.of(node)
+
+    @property
+    def are_taps_sent(self) -> bool:
+        """The stages of the present session send what is asked for."""
+        return self._session is not None and self._session.taps.are_sent
 
     def link_closed(self, peer: PeerId, error: FusionError, *, now: MonotonicS) -> None:
         """A link to a peer is gone, or what was to be sent to it cannot be.
@@ -712,6 +732,7 @@ class AnswerCore:
             open_lease=self._open_lease,
             backlog_s=self._backlog_s,
             known_positions=self._num_sent,
+            taps=self._taps,
         )
         self._events.append(SessionBegan(key, chosen.places))
         self._session.start(now=now)

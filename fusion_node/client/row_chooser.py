@@ -15,7 +15,9 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from fusion_node.client.answer import Returned
 from fusion_node.client.drafters.recycling import most_probable
 from fusion_node.client.sampling import SamplingParams, choose_token
 from fusion_node.client.speculative_answer import Chosen, ReturnedRow, RowUnfit
@@ -97,14 +99,29 @@ class RowChooser:
 
     def _decoded(self, row: ReturnedRow) -> Any:
         """A row of a message as a tensor ``[D]``."""
-        returned = row.of
-        if returned.plain is None:
-            tensor, payload = returned.tensor, returned.payload
-            returned.plain = decompress(payload, tensor).data if tensor.codec else payload
-        meta = TensorMeta(returned.tensor.dtype, 1, returned.tensor.row_size)
-        size = meta.num_bytes
-        start = row.index * size
-        return decode_rows(meta, returned.plain[start : start + size], as_dtype=self._as_dtype)[0]
+        return _decoded(row.of, row.index, self._as_dtype)
+
+
+def decode_tap(rows: Returned, index: int, *, as_dtype: str) -> npt.NDArray[np.float32] | None:
+    """One of the rows of a layer that a stage has sent, as numbers ``[D]``; None where it is none.
+
+    Args:
+        as_dtype: the lossless encoding of the session's numerics class.
+    """
+    try:
+        row: npt.NDArray[np.float32] = _decoded(rows, index, as_dtype).float().numpy()
+    except (RowsNotFinite, WireError):
+        return None
+    return row
+
+
+def _decoded(returned: Returned, index: int, as_dtype: str) -> Any:
+    if returned.plain is None:
+        tensor, payload = returned.tensor, returned.payload
+        returned.plain = decompress(payload, tensor).data if tensor.codec else payload
+    meta = TensorMeta(returned.tensor.dtype, 1, returned.tensor.row_size)
+    start = index * meta.num_bytes
+    return decode_rows(meta, returned.plain[start : start + meta.num_bytes], as_dtype=as_dtype)[0]
 
 
 def exact_rows(boundary: Boundary, vocabulary: int) -> int:

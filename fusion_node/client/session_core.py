@@ -31,10 +31,11 @@ import enum
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from fusion_node.client.sent_tree_core import SentTree
 from fusion_node.client.speculation_core import Frame
+from fusion_node.client.taps_core import SessionTaps
 from fusion_node.errors import (
     LocalProtocolError,
     PeerClosed,
@@ -67,6 +68,7 @@ from p2p.messages import (
     StageTiming,
     Step,
     StepResult,
+    StepTaps,
     TensorMeta,
     row_bytes,
 )
@@ -294,8 +296,10 @@ class SessionCore:
         open_lease: None: leases are not looked at.
         backlog_s: added to the time that a stage has to answer.
         known_positions: that were sent in an earlier session of the same answer.
+        taps: layers whose rows are wanted of some nodes beside; see ``taps``.
 
     Attributes:
+        taps: what has come of them. A stage that sends none is none the worse for it.
         reused_positions: with which the session begins: those of the prefix when every stage has the same number of
             them, else 0.
         replayed_positions: computed again in later epochs, once per stage that did.
@@ -316,8 +320,10 @@ class SessionCore:
         open_lease: OpenLease | None = None,
         backlog_s: BacklogS = lambda peer: 0.0,
         known_positions: int = 0,
+        taps: Sequence[int] = (),
     ) -> None:
         self._backlog_s = backlog_s
+        self.taps = SessionTaps(taps, TensorMeta(wire_dtype, 1, row_size))
         self.state = SessionState.OPENING
         self.reused_positions = 0
         self.replayed_positions = 0
@@ -360,6 +366,7 @@ class SessionCore:
         """What is anew in every epoch."""
         self.plan = plan
         self._signed_plan = signed_plan
+        self.taps.begin(plan)
         before = set(self._peers)
         self._peers = [PeerId(stage.peer) for stage in plan.stages]
         self._is_new = [peer not in before for peer in self._peers]
@@ -522,6 +529,8 @@ class SessionCore:
             self._expect(now)
             return self._peers[0], self._tree_step(wanted.frame, tensor)
         last = wanted.first_position + wanted.num_positions
+        # Of a prompt, only what the first token is guessed beyond: the others would be as much to send as the prompt.
+        tapped = (last,) if wanted.want_last and wanted.stop_stage is None else ()
         step = Step(
             session=self.plan.session,
             epoch=self.plan.epoch,
@@ -535,6 +544,7 @@ class SessionCore:
             timings=(),
             covers=wanted.covers,
             stop_stage=wanted.stop_stage,
+            tap=self.taps.ask(wanted.sequence, wanted.first_position + 1, wanted.num_positions, tapped),
         )
         if wanted.is_replay:
             self.replayed_bytes += tensor.num_bytes
@@ -557,6 +567,7 @@ class SessionCore:
             want=frame.want,
             tensor=tensor,
             timings=(),
+            tap=self.taps.ask(frame.sequence, frame.first_node, len(frame.tokens), frame.tap),
         )
 
     def result_unfit(self, error: PeerError, *, now: MonotonicS) -> None:
@@ -658,6 +669,19 @@ class SessionCore:
                 self._receive_failed(message, stage, now)
         self._follow_watch(now)
 
+    def receive_taps(self, message: StepTaps, rows: Any, *, source: PeerId, now: MonotonicS) -> None:
+        """Takes rows of a layer. Ignored are those of earlier plans, and what is ignored of other messages."""
+        if self.state is SessionState.CLOSED or source not in self._peers or message.epoch != self.plan.epoch:
+            return
+        stage = self._peers.index(source)
+        if self._is_over(stage):
+            return
+        self._watch.heard(stage, now=now)
+        problem = self.taps.receive(message, rows, stage)
+        if problem is not None:
+            self._fault_garbage(stage, problem)
+        self._follow_watch(now)
+
     def link_closed(self, source: PeerId, error: PeerError, *, now: MonotonicS) -> None:
         """A link to a stage is gone; so is its KV."""
         if source in self._peers and self.state is not SessionState.CLOSED:
@@ -723,6 +747,7 @@ class SessionCore:
                 path_start=0 if fold is None else fold.first_position,
                 path=() if fold is None else fold.nodes,
                 path_epoch=0 if fold is None else self._opened_epoch,
+                taps=self.taps.of_stage(index),
             )
             self._outbox.append((peer, message))
         self._expect(now)
@@ -732,6 +757,9 @@ class SessionCore:
             return
         if not self._is_lease_good(message, stage):
             self._fault_garbage(stage, "has signed another lease than was asked for")
+            return
+        if not self.taps.opened(stage, message.taps):
+            self._fault_garbage(stage, "promises rows of layers that it was not asked for")
             return
         has = self._check_opened(message)
         if has is None and self._is_from_nobody(stage):

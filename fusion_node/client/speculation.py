@@ -99,6 +99,9 @@ class Drafts:
         drafters: how to make those of an answer, the fastest first; None: what needs no model.
         remembers: whether answers are guessed from earlier ones too, and begin with what drafters were worth in them.
             What is guessed well comes sooner, so that one caller would learn what another has asked.
+
+    Attributes:
+        tap_layers: whose rows a drafter that was added reads, in ascending order.
     """
 
     def __init__(
@@ -106,6 +109,7 @@ class Drafts:
     ) -> None:
         self._calibration = Calibration() if remembers else None
         self._vocabulary = vocabulary
+        self.tap_layers: tuple[int, ...] = ()
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="drafting", initializer=prepare_thread)
         self._makers: list[MakeDrafter] = list(drafters or ())
         if drafters is None:
@@ -115,9 +119,14 @@ class Drafts:
                 lambda _: RecyclingDrafter(table if remembers else RecyclingTable(vocabulary)),
             ]
 
-    def add(self, drafter: MakeDrafter) -> None:
-        """One more, slower than those that are there."""
+    def add(self, drafter: MakeDrafter, *, tap_layers: Sequence[int] = ()) -> None:
+        """One more, slower than those that are there.
+
+        Args:
+            tap_layers: whose rows it reads, see Drafter.
+        """
         self._makers.append(drafter)
+        self.tap_layers = tuple(sorted({*self.tap_layers, *tap_layers}))
 
     def begin(self, prompt: Sequence[int], noise: SharedNoise | None, num_positions: int) -> AnswerDrafts:
         """For one answer."""

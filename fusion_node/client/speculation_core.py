@@ -94,6 +94,10 @@ DRAFT_SHARE = 0.2
 """Of the probability from which on nodes are sent, that they must have to be drafted from: they become five times as
 probable within a few tokens, or never."""
 
+TAP_PROBABILITY = 0.15
+"""From which on rows of other layers are asked for: of two or three nodes per token. Of a drafter that is right in one
+case of three these are its first guess and perhaps the second."""
+
 SEND_AHEAD_S = 0.0005
 """How long before a pass is expected to begin a frame is to be there: who comes just after it waits for all of it."""
 
@@ -119,6 +123,7 @@ class Frame:
         positions: per node.
         advance: the last committed node, if that was not said before; else 0.
         want: nodes whose rows are to come back.
+        tap: nodes of which rows of other layers are wanted as well.
     """
 
     sequence: int
@@ -128,6 +133,7 @@ class Frame:
     positions: tuple[int, ...]
     advance: int
     want: tuple[int, ...]
+    tap: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +288,7 @@ class SpeculationCore:
         policy: decides on the mode; kept by the caller where it serves several answers.
         max_in_flight: see MAX_IN_FLIGHT.
         has_drafter: whether Expand is ever answered.
+        wants_taps: whether the drafter reads rows of other layers, of nodes that are probable.
 
     Attributes:
         stats: what has happened so far.
@@ -302,6 +309,7 @@ class SpeculationCore:
         policy: ModePolicy | None = None,
         max_in_flight: int = MAX_IN_FLIGHT,
         has_drafter: bool = True,
+        wants_taps: bool = False,
     ) -> None:
         if not 1 <= num_prompt < stop_position:
             raise LocalProtocolError(f"an answer of {stop_position - num_prompt} tokens after {num_prompt} positions")
@@ -314,6 +322,7 @@ class SpeculationCore:
         self._policy = ModePolicy() if policy is None else policy
         self._max_in_flight = max_in_flight
         self._has_drafter = has_drafter
+        self._wants_taps = wants_taps
         self._tree = TokenTree(last_token, num_prompt - 1)
         self._decision = self._policy.decide(now=MonotonicS(0.0))
         self._first_committed = num_prompt
@@ -741,7 +750,16 @@ class SpeculationCore:
             self._log_positions = root.position + 1
             self._log_live = [node for node in self._log_live if node.is_live and node is not root]
         advance = root.id if has_advanced else 0
-        frame = Frame(self._next_sequence, first_node, tuple(tokens), tuple(parents), tuple(positions), advance, want)
+        frame = Frame(
+            self._next_sequence,
+            first_node,
+            tuple(tokens),
+            tuple(parents),
+            tuple(positions),
+            advance,
+            want,
+            self._tapped(nodes),
+        )
         self._frames[self._next_sequence] = _SentFrame(now, len(tokens), is_alone, want)
         self._next_sequence += 1
         self._note_pass(len(tokens), now)
@@ -749,6 +767,13 @@ class SpeculationCore:
         self.stats.num_frames += 1
         self.stats.num_rows += len(tokens)
         self._events.append(frame)
+
+    def _tapped(self, nodes: Sequence[TreeNode]) -> tuple[int, ...]:
+        """Those that are probably on the path. Where nothing is drafted, nobody reads them."""
+        if not self._wants_taps or self._decision.mode is Mode.PLAIN:
+            return ()
+        least = self._tree.root.log_p + math.log(TAP_PROBABILITY)
+        return tuple(node.id for node in nodes if node.row is None and node.log_p >= least)
 
     def _resent(self) -> tuple[list[int], list[int], list[int]]:
         """Tokens, parents and positions of what was committed and lost, which hangs on what was not."""

@@ -11,9 +11,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from fusion_node.client.answer import AnswerShell, EncodedRows
+import numpy as np
+import numpy.typing as npt
+
+from fusion_node.client.answer import AnswerShell, EncodedRows, Returned
 from fusion_node.client.answer_core import AnswerEvent, Failed, RowsWanted, StepDone, TreeRowsWanted, TreeStepDone
 from fusion_node.client.drafting import Candidate
+from fusion_node.client.held_text import Drafting, HeldText
 from fusion_node.client.speculation_core import (
     CancelDead,
     Choose,
@@ -23,9 +27,10 @@ from fusion_node.client.speculation_core import (
     SpeculationCore,
     StageCost,
 )
+from fusion_node.client.taps_core import NodeTaps
 from fusion_node.engine.drafts import Verified
 from fusion_node.types import PeerId
-from p2p.messages import StageTiming, TensorMeta
+from p2p.messages import StageTiming
 
 MAX_UNREAD = 32
 """Tokens that wait for their reader. Who reads slower than nodes compute keeps them busy no longer than for these."""
@@ -35,29 +40,17 @@ class RowUnfit(Exception):
     """A row that came back cannot be used: its sender's fault, unlike anything that goes wrong afterwards."""
 
 
-@dataclass(eq=False, slots=True)
-class Returned:
-    """The rows of one message.
-
-    Attributes:
-        sender: the last stage then.
-        plain: the payload without its compression; None until a row was asked for.
-        logits: of rows that were multiplied by the head before their turn, by index.
-    """
-
-    tensor: TensorMeta
-    payload: memoryview = field(repr=False)
-    sender: PeerId
-    plain: memoryview | None = field(default=None, repr=False)
-    logits: dict[int, Any] = field(default_factory=dict, repr=False)
-
-
 @dataclass(frozen=True, slots=True)
 class ReturnedRow:
-    """One of them."""
+    """One of them.
+
+    Attributes:
+        taps: what comes of other layers for the same node; None: nothing.
+    """
 
     of: Returned
     index: int
+    taps: NodeTaps | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +76,6 @@ class Chooser(Protocol):
         ...
 
 
-class Drafting(Protocol):
-    """Drafts, on a thread of its own; what it is told is done in order."""
-
-    def extend(self, verified: Verified) -> None:
-        """The text has grown."""
-        ...
-
-    def propose(self, paths: Sequence[Sequence[int]], width: int) -> Awaitable[list[list[Candidate]] | None]:
-        """Candidates for the text as it is at the call; None when there will never be any more."""
-        ...
-
-
 class SpeculativeShell(AnswerShell):
     """One answer. Its tokens come out of ``next_token``; ``next_row`` and ``append`` are not used.
 
@@ -103,6 +84,7 @@ class SpeculativeShell(AnswerShell):
         embed_tokens: encodes the rows of a few tokens.
         on_commit: is told of every token before it comes out.
         row_s: how long a row takes on the wire to this peer, as far as is known.
+        decode_tap: see HeldText; None where no drafter reads rows of layers.
     """
 
     def __init__(
@@ -114,16 +96,17 @@ class SpeculativeShell(AnswerShell):
         embed_tokens: Callable[[Sequence[int]], EncodedRows],
         on_commit: Callable[[int], None],
         row_s: Callable[[PeerId], float] = lambda peer: 0.0,
+        decode_tap: Callable[[Returned, int], npt.NDArray[np.float32] | None] | None = None,
         **settings: Any,
     ) -> None:
         super().__init__(*args, **settings)
         self.speculation = speculation
         self._chooser = chooser
-        self._drafting = drafting
+        self.text = HeldText(drafting, decode_tap)
         self._embed_tokens = embed_tokens
         self._on_commit = on_commit
         self._row_s = row_s
-        self._verified: Verified | None = None
+        self._verified: tuple[Verified, NodeTaps | None] | None = None
         """Of the token that was chosen last."""
         self._put_off: Choose | None = None
         """What is chosen once the reader has taken some of what waits for it."""
@@ -193,7 +176,7 @@ class SpeculativeShell(AnswerShell):
         returned = Returned(*self._incoming, last)
         costs = [StageCost(each.compute_us / 1e6, each.price_us / 1e6) for each in timings]
         self.speculation.uplink_changed(self._row_s(self.core.places[0].peer))
-        tagged = [(node, ReturnedRow(returned, index)) for node, index in rows]
+        tagged = [(node, ReturnedRow(returned, index, self.core.taps_of(node))) for node, index in rows]
         self.speculation.returned(sequence, tagged, costs=costs, now=self._now())
 
     def _speculate(self) -> None:
@@ -206,7 +189,7 @@ class SpeculativeShell(AnswerShell):
                     self.core.cancel(root, now=self._now())
                 case Expand():
                     # Asked here: what is committed meanwhile is not the text that the paths go on from.
-                    self._spawn(self._draft(event, self._drafting.propose(event.paths, event.width)))
+                    self._spawn(self._draft(event, self.text.propose(event.paths, event.width)))
                 case Choose() if self._results.qsize() >= MAX_UNREAD:
                     self._put_off = event
                     self.speculation.put_off()
@@ -215,7 +198,7 @@ class SpeculativeShell(AnswerShell):
                 case Commit(token):
                     self._on_commit(token)
                     if self._verified is not None:
-                        self._drafting.extend(self._verified)
+                        self.text.extend(*self._verified, are_sent=self.core.are_taps_sent)
                         self._verified = None
                     self._results.put_nowait(token)
 
@@ -234,7 +217,7 @@ class SpeculativeShell(AnswerShell):
         except RowUnfit as error:
             self.core.tree_row_unfit(event.position, row.of.sender, str(error), now=self._now())
         else:
-            self._verified = chosen.verified
+            self._verified = chosen.verified, row.taps
             self.speculation.chosen(event.position, chosen.token, now=self._now())
         self._pump()
 

@@ -30,7 +30,7 @@ from fusion_node.client.generation import Generation, GenerationStats, RepairRep
 from fusion_node.client.plan_view import PlanView, view_of
 from fusion_node.client.prefix_cache_core import MIN_POSITIONS, PrefixCache
 from fusion_node.client.routing import Router
-from fusion_node.client.row_chooser import RowChooser, exact_rows
+from fusion_node.client.row_chooser import RowChooser, decode_tap, exact_rows
 from fusion_node.client.sampling import SamplingParams, choose_token
 from fusion_node.client.speculation import TREE_POSITIONS, Drafts, MakeDrafter, SpeculationReport, modes_of
 from fusion_node.client.speculation_core import SpeculationCore
@@ -53,7 +53,7 @@ from fusion_node.wire import WireError
 from p2p.bans import FILE_NAME as BAN_FILE_NAME
 from p2p.identity import Identity
 from p2p.link_emulation_core import LineShape
-from p2p.messages import INT8, SESSION_BYTES, CloseSession, TensorMeta, row_bytes
+from p2p.messages import INT8, MAX_TAPS, SESSION_BYTES, CloseSession, TensorMeta, row_bytes
 from p2p.records import PROTOCOL_VERSION, Plan, PlanStage, open_lease, sign_plan
 from p2p.swarm_key import SwarmKey
 from scheduler.speculation import ModePolicy
@@ -290,7 +290,8 @@ class SwarmClient:
         tokenizer = Tokenizer(self.model.path)
         source = self._draft_source
         if isinstance(source, Path) and self._drafts is not None:
-            self._drafts.add(self._load_head(source, boundary).drafter)
+            head = self._load_head(source, boundary)
+            self._drafts.add(head.drafter, tap_layers=head.tap_layers)
         elif isinstance(source, StoredModel) and self._drafts is not None:
             check_same_tokens(Tokenizer(source.path).vocabulary, tokenizer.vocabulary, name=source.name)
             draft_model = DraftModel.load(
@@ -308,11 +309,10 @@ class SwarmClient:
             num_layers=self.num_layers,
             model_id=self.model.model_id,
         )
-        if head.tap_layers:
+        if len(head.tap_layers) > MAX_TAPS:
             raise ConfigError(
-                f"{folder} takes the rows of layers {', '.join(map(str, head.tap_layers))} too, and "
-                "nodes return those of the last one alone: take an EAGLE or EAGLE-2 head, or train one with "
-                "--features last"
+                f"{folder} takes the rows of {len(head.tap_layers)} inner layers, and nodes return those of {MAX_TAPS} "
+                "at most: take another head, or train one with --features three"
             )
         return head
 
@@ -437,6 +437,7 @@ class SwarmClient:
             open_lease=lambda envelope: open_lease(envelope, now=UnixS(time.time())),
             backlog_s=self._backlog_s,
             speculation=speculation,
+            taps=self._drafts.tap_layers if speculation is not None and self._drafts is not None else (),
         )
 
     async def _tokens(self, work: Work, num_positions: int) -> AsyncGenerator[int, None]:
@@ -492,6 +493,7 @@ class SwarmClient:
             max_positions=num_reserved,
             next_sequence=0,
             policy=policy,
+            wants_taps=bool(drafts.tap_layers),
         )
 
         def make_plan(session: bytes, epoch: int, stages: tuple[PlanStage, ...]) -> tuple[Plan, bytes]:
@@ -534,6 +536,7 @@ class SwarmClient:
             embed_tokens=partial(self._embed, boundary),
             on_commit=answer.all_ids.append,
             row_s=row_s,
+            decode_tap=partial(decode_tap, as_dtype=self._numerics.wire_dtype),
         )
         shell.retain = self._prefixes is not None
         try:

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from fusion_node.cli.main import app
+from fusion_node.client import swarm
 from fusion_node.client.swarm import SwarmClient
 from fusion_node.engine.draft_training import Trainer
 from fusion_node.engine.drafts import Verified
@@ -195,13 +196,17 @@ def test_client_guesses_with_the_head_in_a_folder(
     assert len(drafter.propose([(), (9,)], 4)[1]) == 4
 
 
-def test_client_refuses_a_head_that_needs_rows_which_nodes_do_not_return(
-    home: Path, trained: tuple[Path, dict[str, object], str], tmp_path: Path
+def test_client_asks_for_the_layers_that_a_head_reads_and_refuses_one_that_reads_too_many(
+    home: Path, trained: tuple[Path, dict[str, object], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = msgspec.structs.replace(TrainedHead.load(trained[0]).config, feature_layers=(1, 3))
+    config = msgspec.structs.replace(TrainedHead.load(trained[0]).config, feature_layers=(1, 2, 3))
     TrainedHead(config).save(tmp_path / "head")
     client = SwarmClient("tiny", home=home, mdns=False, speculation="tree", draft_model=str(tmp_path / "head"))
-    with pytest.raises(ConfigError, match=r"takes the rows of layers 1 too.*--features last"):
+    client._load()
+    assert client._drafts is not None
+    assert client._drafts.tap_layers == (1, 2)
+    monkeypatch.setattr(swarm, "MAX_TAPS", 1)
+    with pytest.raises(ConfigError, match=r"rows of \d inner layers, and nodes return those of 1"):
         client._load()
     with pytest.raises(UnknownModel, match="nowhere"):
         SwarmClient("tiny", home=home, mdns=False, speculation="tree", draft_model=str(tmp_path / "nowhere"))

@@ -9,9 +9,10 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from fusion_node.client.answer import Returned
 from fusion_node.client.row_chooser import MAX_ROWS, RowChooser, exact_rows
 from fusion_node.client.sampling import SamplingParams, choose_token
-from fusion_node.client.speculative_answer import Chosen, Returned, ReturnedRow, RowUnfit
+from fusion_node.client.speculative_answer import Chosen, ReturnedRow, RowUnfit
 from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.numerics import numerics_class
 from fusion_node.engine.tensor_codec import encode_rows

@@ -103,7 +103,9 @@ class Answering:
     def ids(self) -> list[int]:
         return [*self.prompt, *self.tokens]
 
-    def core(self, max_positions: int, speculation: SpeculationCore | None = None) -> AnswerCore:
+    def core(
+        self, max_positions: int, speculation: SpeculationCore | None = None, taps: Sequence[int] = ()
+    ) -> AnswerCore:
         engine = self.swarm.nodes[0].engine
 
         def plan_of(session: bytes, epoch: int, stages: tuple[PlanStage, ...]) -> tuple[Plan, bytes]:
@@ -121,6 +123,7 @@ class Answering:
             open_lease=lambda envelope: open_lease(envelope, now=UnixS(time.time())),
             patience_s=1.0,
             speculation=speculation,
+            taps=taps,
         )
 
     async def embed(self, start: int, stop: int) -> EncodedRows:

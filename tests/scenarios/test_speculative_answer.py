@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
+from fusion_node.client.answer import Returned
 from fusion_node.client.answer_core import Opened, Prefix, RepairKind
 from fusion_node.client.drafting import Candidate
 from fusion_node.client.sampling import SamplingParams, choose_token
-from fusion_node.client.speculation_core import SpeculationCore
+from fusion_node.client.speculation_core import SpeculationCore, SpeculationStats
 from fusion_node.client.speculative_answer import Chosen, ReturnedRow, SpeculativeShell
 from fusion_node.engine.drafts import Verified
 from scheduler.speculation import Mode, ModePolicy
@@ -57,9 +60,14 @@ class Speculating(Answering):
 
     params: SamplingParams = GREEDY
     modes: tuple[Mode, ...] = (Mode.TREE,)
+    make_policy: Callable[[tuple[Mode, ...]], ModePolicy] = ModePolicy
     guesses: Guessing = field(default_factory=lambda: Guessing((), 0.0, random.Random(0)))
+    taps: tuple[int, ...] = ()
+    decode_tap: Callable[[Returned, int], npt.NDArray[np.float32] | None] | None = None
     num_frames: int = 0
     num_rows: int = 0
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+    num_with_taps: int = 0
 
     async def choose(self, position: int, row: ReturnedRow, ahead: Sequence[ReturnedRow]) -> Chosen:
         await asyncio.sleep(0)
@@ -78,7 +86,8 @@ class Speculating(Answering):
             stop_tokens=frozenset(),
             max_positions=num_positions + 64,
             next_sequence=0,
-            policy=ModePolicy(self.modes),
+            policy=self.make_policy(self.modes),
+            wants_taps=bool(self.taps),
         )
 
         def commit(token: int) -> None:
@@ -87,7 +96,7 @@ class Speculating(Answering):
 
         shell = SpeculativeShell(
             self.connection,
-            self.core(num_positions + 64, speculation),
+            self.core(num_positions + 64, speculation, self.taps),
             self,
             embed=self.embed,
             on_compute=self.on_compute,
@@ -97,11 +106,13 @@ class Speculating(Answering):
             drafting=self.guesses,
             embed_tokens=self.swarm.rows,
             on_commit=commit,
+            decode_tap=self.decode_tap,
         )
         shell.retain = self.retain
         async with asyncio.timeout(60.0), shell:
             out = [await shell.next_token() for _ in range(num_tokens)]
         assert out == self.tokens
+        self.stats, self.num_with_taps = speculation.stats, shell.text.num_with_taps
         self.num_frames, self.num_rows = speculation.stats.num_frames, speculation.stats.num_rows
         return out
 
