@@ -14,6 +14,7 @@ from p2p.control import ControlNode, HostConfig, HostHooks, IncomingStream, Rela
 from p2p.identity import Identity
 from p2p.libp2p_adapter import Libp2pRunner
 from p2p.libp2p_network import Libp2pNetwork
+from p2p.link_emulation import EmulatedLine
 from p2p.records import PROTOCOL_VERSION
 from p2p.seam import Gate, OpenGate, PathKind
 from p2p.swarm_key import SwarmKey
@@ -40,6 +41,7 @@ class LoopbackHost:
     gate: Gate = field(default_factory=OpenGate)
     swarm_key: SwarmKey | None = None
     serve: bool = False
+    line: EmulatedLine | None = None
 
     def __post_init__(self) -> None:
         self.on_stream: Callable[[IncomingStream], None] | None = None
@@ -54,7 +56,7 @@ class LoopbackHost:
             self._make_runner, on_down=self._went_down, on_restart=self._revived.set
         )
         psk = None if self.swarm_key is None else self.swarm_key.noise_psk
-        self.network = Libp2pNetwork(self.identity, self, psk=psk, version=self.version)
+        self.network = Libp2pNetwork(self.identity, self, psk=psk, version=self.version, line=self.line)
 
     @property
     def peer(self) -> PeerId:

@@ -287,6 +287,24 @@ def test_link_that_has_ended_leaves_no_timer_behind(ending: str) -> None:
         assert [runner.get_loop().time()] == times
 
 
+async def test_network_without_a_line_has_nothing_in_its_way() -> None:
+    accepted: asyncio.Future[Link] = asyncio.get_running_loop().create_future()
+
+    async def on_link(link: Link) -> None:
+        accepted.set_result(link)
+        await link.wait_closed()
+
+    for line, kinds in ((None, {"_WebSocketChannel"}), (EmulatedLine(SHAPE), {"_SlowChannel"})):
+        networks = [WebSocketNetwork(Identity.generate(), line=line) for _ in range(2)]
+        listener = await networks[1].listen("127.0.0.1:0", on_link)
+        ours = await networks[0].dial(listener.address, expect=None, timeout_s=20.0)
+        theirs = await accepted
+        assert {type(link._channel).__name__ for link in (ours, theirs)} == kinds  # type: ignore[attr-defined]
+        await ours.aclose()
+        await listener.aclose()
+        accepted = asyncio.get_running_loop().create_future()
+
+
 # the conformance suite
 
 

@@ -16,6 +16,8 @@ from p2p.conformance import CHECKS, Check
 from p2p.identity import Identity
 from p2p.libp2p_adapter.messages import read_exactly, translated
 from p2p.libp2p_adapter.streams import PROTOCOL
+from p2p.link_emulation import EmulatedLine
+from p2p.link_emulation_core import LineShape
 from p2p.links import LinkPool
 from p2p.messages import AnyMessage, StatusRequest
 from p2p.noise_core import MAX_SEGMENT_BYTES
@@ -104,6 +106,35 @@ async def test_a_thread_that_dies_ends_its_links_and_accepts_them_again_when_it_
     finally:
         await listener.aclose()
         for host in (listening, dialling):
+            await host.aclose()
+
+
+async def test_streams_too_go_over_an_emulated_line_and_close_after_what_was_written() -> None:
+    us, them = (LoopbackHost(line=EmulatedLine(LineShape(rtt_ms=40.0, rate_Mbps=100.0))) for _ in range(2))
+    arrived: asyncio.Queue[AnyMessage] = asyncio.Queue()
+    pools = [
+        LinkPool(
+            (await host.start()).network,
+            host.peer,
+            on_frame=lambda peer, message, payload: arrived.put_nowait(message),
+            on_closed=lambda peer, error: None,
+        )
+        for host in (us, them)
+    ]
+    ours, theirs = pools
+    try:
+        await theirs.listen(f"/p2p/{them.peer}")
+        await ours.connect(them.peer, [str(them.address)], timeout_s=PATIENCE_S)
+        assert ours.path(them.peer) is PathKind.STREAM
+        assert await ours.round_trip(them.peer) >= 0.04
+        ours.send(them.peer, StatusRequest(1))
+        await ours.aclose()
+        async with asyncio.timeout(PATIENCE_S):
+            assert await arrived.get() == StatusRequest(1)
+    finally:
+        for pool in pools:
+            await pool.aclose()
+        for host in (us, them):
             await host.aclose()
 
 
