@@ -102,8 +102,6 @@ class Node(answer_world.Node):
     fixed_s: float = 0.0
     trees: dict[Session, Layers] = field(default_factory=dict)
     trees_by_key: dict[bytes, Layers] = field(default_factory=dict)
-    omits: bool = False
-    """The last row of every answer of a tree."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -160,13 +158,18 @@ class SpeculativeWorld(World):
         self.nodes[peer] = node
         return node
 
-    def send(self, sender: PeerId, receiver: PeerId, message: AnyMessage, rows: Rows = ()) -> bool:
+    num_cancels_lost: int = 0
+    num_cancels_doubled: int = 0
+
+    def _carry(self, sender: PeerId, receiver: PeerId, message: AnyMessage, rows: Rows = ()) -> bool:
         if isinstance(message, Cancel):
             if self.rng.random() < self.lost_cancels:
+                self.num_cancels_lost += 1
                 return True
             if self.rng.random() < self.doubled_cancels:
-                super().send(sender, receiver, message)
-        return super().send(sender, receiver, message, rows)
+                self.num_cancels_doubled += 1
+                super()._carry(sender, receiver, message)
+        return super()._carry(sender, receiver, message, rows)
 
     def speculate(
         self,

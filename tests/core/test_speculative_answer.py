@@ -48,6 +48,17 @@ def test_a_speculated_answer_equals_plain_decode(num_stages: int, share: float) 
     assert not user.repairs
 
 
+def test_cancels_that_are_lost_or_come_twice_change_nothing() -> None:
+    world = world_of(1, 3)
+    world.lost_cancels = world.doubled_cancels = 0.5
+    text = undisturbed(PROMPT, 60)
+    user = world.speculate(PROMPT, 60, Guesser((*PROMPT, *text), 0.7, random.Random(1)))
+    world.run(stop=lambda: user.is_done)
+    assert user.tokens == text
+    assert world.num_cancels_lost > 5
+    assert world.num_cancels_doubled > 5
+
+
 class Knows:
     """Always right, and nearly sure of it."""
 
