@@ -7,16 +7,21 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
+import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.speculation.oracle import OracleDrafter, OracleText
 from benchmarks.speculation.ring import Costs, Drafter, World
+from fusion_node.client.sampling import SamplingParams, choose_token
 from scheduler.speculation import Mode, ModePolicy
 
-Choice: TypeAlias = Callable[[int, Any], int]
+Choice: TypeAlias = Callable[[Any, Sequence[int]], int]
+"""From a row and the text so far."""
 VOCABULARY = 7
 EOS = 0
+PENALTY = SamplingParams(temperature=0.8, top_p=0.9, repetition_penalty=1.7)
+GREEDY_PENALTY = SamplingParams(repetition_penalty=1.7)
 
 
 # the target, and what it says without speculation
@@ -25,7 +30,22 @@ EOS = 0
 def target(seed: int | None, has_eos: bool = True) -> Choice:
     """Greedy, or with noise by seed and position."""
     least = 0 if has_eos else 1
-    return lambda position, row: least + hash((row, seed, position)) % (VOCABULARY - least)
+    return lambda row, ids: least + hash((row, seed, len(ids))) % (VOCABULARY - least)
+
+
+def ruled_target(seed: int | None, has_eos: bool, *, has_grammar: bool) -> Choice:
+    """The sampler itself, with filters and a penalty by all that was said; and a grammar of three states, which goes by
+    it too."""
+    params = GREEDY_PENALTY if seed is None else PENALTY
+
+    def choose(row: Any, ids: Sequence[int]) -> int:
+        logits_V = np.array([hash((row, token)) % 1000 / 300 for token in range(VOCABULARY)], dtype=np.float32)
+        state = sum(ids) % 3
+        banned = [token for token in range(1, VOCABULARY) if has_grammar and token % 3 == state]
+        logits_V[banned if has_eos else [EOS, *banned]] = -np.inf
+        return choose_token(logits_V, params, seed=seed or 0, position=len(ids), seen=ids)
+
+    return choose
 
 
 def plain(prompt: Sequence[int], num_stages: int, choose: Choice, stop_position: int) -> list[int]:
@@ -35,7 +55,7 @@ def plain(prompt: Sequence[int], num_stages: int, choose: Choice, stop_position:
     row = 0
     for position in range(stop_position):
         if position >= len(tokens):
-            tokens.append(choose(position, row))
+            tokens.append(choose(row, tokens))
             if tokens[-1] == EOS:
                 break
         row = hash((17, tokens[position]))
@@ -46,9 +66,13 @@ def plain(prompt: Sequence[int], num_stages: int, choose: Choice, stop_position:
 
 
 class Guesser:
-    """Right about the next token in some share of the cases, sure of itself or not, and silent now and then."""
+    """Right about the next token in some share of the cases, sure of itself or not, and silent now and then.
 
-    def __init__(self, text: Sequence[int], share: float, chance: random.Random) -> None:
+    Args:
+        share: None: it draws tokens uniformly.
+    """
+
+    def __init__(self, text: Sequence[int], share: float | None, chance: random.Random) -> None:
         self._text, self._share, self._chance = text, share, chance
 
     def propose(
@@ -62,12 +86,24 @@ class Guesser:
             return []
         tokens = chance.sample(range(VOCABULARY), min(width, chance.randint(1, VOCABULARY)))
         at = position + len(path)
-        if at < len(self._text) and tuple(self._text[position:at]) == path:
+        if self._share is not None and at < len(self._text) and tuple(self._text[position:at]) == path:
             right = self._text[at]
             tokens = [token for token in tokens if token != right]
             if chance.random() < self._share:
                 tokens.insert(0, right)
         return [(token, chance.choice((1.0, 0.9, 0.5, 0.2, 0.01)), "guess") for token in tokens]
+
+
+def chosen_by(choose: Choice, world: World) -> Callable[[int, Any], int]:
+    """For the only user of a world: from what was committed until then."""
+
+    def from_row(position: int, row: Any) -> int:
+        (user,) = world.users
+        ids = (*user.prompt, *user.tokens)
+        assert len(ids) == position
+        return choose(row, ids)
+
+    return from_row
 
 
 rings = st.builds(
@@ -88,7 +124,8 @@ rings = st.builds(
 @given(
     costs=rings,
     seed=st.integers(0, 2**32 - 1),
-    share=st.sampled_from((0.0, 0.5, 1.0)),
+    share=st.sampled_from((None, 0.0, 0.5, 1.0)),
+    rule=st.sampled_from(("none", "penalty", "grammar")),
     noise=st.none() | st.integers(0, 5),
     modes=st.sampled_from(((Mode.TREE,), (Mode.CHAIN,), (Mode.PLAIN,), tuple(Mode))),
     num_prompt=st.integers(1, 4),
@@ -103,6 +140,7 @@ rings = st.builds(
     costs=Costs(3, 0.0, fixed_s=0.001, row_s=0.0, wire_row_s=0.0007, draft_s=0.004, user_s=0.0005, jitter_s=0.02),
     seed=202642486,
     share=0.5,
+    rule="none",
     noise=5,
     modes=(Mode.TREE,),
     num_prompt=1,
@@ -115,7 +153,8 @@ rings = st.builds(
 def test_any_drafter_delay_mode_and_fault_leave_the_text_as_it_is(
     costs: Costs,
     seed: int,
-    share: float,
+    share: float | None,
+    rule: str,
     noise: int | None,
     modes: tuple[Mode, ...],
     num_prompt: int,
@@ -129,12 +168,14 @@ def test_any_drafter_delay_mode_and_fault_leave_the_text_as_it_is(
     prompt = [chance.randrange(1, VOCABULARY) for _ in range(num_prompt)]
     stop_position = num_prompt + num_tokens
     choose = target(noise, has_eos)
+    if rule != "none":
+        choose = ruled_target(noise, has_eos, has_grammar=rule == "grammar")
     text = plain(prompt, costs.num_stages, choose, stop_position)
     world = World(costs, seed=seed, digests=True)
     user = world.add(
         prompt,
         drafter=Guesser([*prompt, *text], share, chance),
-        choose=choose,
+        choose=chosen_by(choose, world),
         stop_position=stop_position,
         max_positions=stop_position + spare,
         stop_tokens=frozenset((EOS,)),
@@ -179,7 +220,7 @@ def test_a_good_drafter_brings_many_times_the_speed_and_a_bad_one_costs_little()
         user = world.add(
             prompt,
             drafter=drafter,
-            choose=choose,
+            choose=chosen_by(choose, world),
             stop_position=80,
             max_positions=500,
             stop_tokens=frozenset((EOS,)),
