@@ -3,7 +3,7 @@
 A network that was given an EmulatedLine puts each of its channels behind it (p2p.link_emulation_core says when a
 message goes on), below the seal and above the socket, on the dialling and on the accepting side. So whatever is said on
 links is delayed, with the handshake, pings and acknowledgements, and everybody measures the emulated line as if it were
-there. Without one, nothing of this module is in the way.
+there. Without one, nothing of this module is in the way. A process with several SwarmConnections has a line for each.
 
 Not delayed: the control plane of libp2p (discovery, records, reachability), the TCP connection and the HTTP upgrade
 below a WebSocket, and the end of a connection beyond what was written before it.

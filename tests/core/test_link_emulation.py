@@ -181,7 +181,8 @@ def test_an_urgent_frame_overtakes_a_long_one_on_a_slow_line() -> None:
             return theirs.frames[0][0] - began, theirs.frames[1][0] - began
 
     urgent_s, long_s = in_virtual_time(measure())
-    assert urgent_s < 0.1
+    # 64 KiB or more would lie ahead of it if as much were handed out as at first: 65 ms and more.
+    assert urgent_s < 0.05
     assert long_s > 1.5
 
 
