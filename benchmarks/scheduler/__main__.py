@@ -8,7 +8,7 @@ from benchmarks.report import main_of_groups
 
 MEASUREMENTS = {
     name: f"benchmarks.scheduler.{name}"
-    for name in ("planning", "optimality", "rivals", "prediction", "recovery", "simulation")
+    for name in ("planning", "optimality", "rivals", "churn", "prediction", "recovery", "simulation")
 }
 
 if __name__ == "__main__":

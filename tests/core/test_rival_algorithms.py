@@ -7,6 +7,9 @@ import random
 import pytest
 
 from benchmarks.scheduler import parallax, petals
+from benchmarks.scheduler.churn import PetalsScheduler
+from fusion_node.simulator.settings import Settings
+from fusion_node.simulator.world import World
 from fusion_node.types import LayerRange, PeerId
 from scheduler.topology import RouteStage
 
@@ -112,3 +115,18 @@ def test_parallax_routes_over_ranges_that_abut_and_weighs_a_node_by_one_layer() 
     assert by_rtt == (RouteStage(PeerId("slow"), LayerRange(0, 20)),)  # 25 ms a layer, for 20 layers, counted once
     in_turn = parallax.route_in_turn(allocation, some, lambda one, other: 0.01)
     assert [[stage.peer for stage in route] for route in in_turn] == [["slow"], ["n0", "n1"]]
+
+
+def test_simulated_users_are_answered_over_petals_routes_also_when_a_node_of_them_dies() -> None:
+    settings = Settings(
+        nodes=30, users=1, hours=0.02, model="llama-8b", think_s=0.1, answer_tokens=150.0, membership="modelled"
+    )
+    world = World(settings, scheduler=PetalsScheduler(random.Random(1)))
+    world.heap.run(10.0)
+    (request, *_) = [user.request for user in world.users.values() if user.request is not None]
+    world.kill(world.nodes[request.core.places[0].peer])
+    world.run()
+    metrics = world.metrics
+    assert any(not each.error for each in metrics.requests)
+    assert metrics.wrong_tokens == 0
+    assert [stall.kind for stall in metrics.stalls if stall.fault == "kill"]
