@@ -105,8 +105,9 @@ def demo(
         raise ConfigError(f"{MODEL} has {model.num_layers} layers: --nodes may be at most that")
     per_node = threads or max(1, (os.cpu_count() or 1) // nodes)
     staging = _Staging(model, nodes, per_node, home, line, mode, draft_model)
-    question = prompt or (QUESTION if mode is Speculation.OFF else COMPARED_QUESTION)
-    result = asyncio.run(_run(staging, question, params, console, check=check))
+    if prompt is None:
+        prompt = QUESTION if mode is Speculation.OFF else COMPARED_QUESTION
+    result = asyncio.run(_run(staging, prompt, params, console, check=check))
     if as_json:
         print(msgspec.json.encode(result).decode())
     if (check and not result["check"]["equal"]) or not result.get("equal", True):
