@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fusion_node.types import PeerId
 from scheduler.topology import Candidate, Leg, Legs, LegSource, RouteStage
@@ -39,6 +39,10 @@ it is before a user has measured any round (Workload.message_overhead_s)."""
 
 MIN_SECONDS_PER_LAYER = 1e-6
 """No claim of speed is believed below this: a claim of nothing must not attract everybody."""
+
+MIN_TOKENS_LEFT = 64
+"""That an answer is expected to go on for, or as long again as it is already, but never beyond its end: most end long
+before the limit that was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +84,16 @@ class Workload:
             raise ValueError("what is computed again is spread over tokens that follow")
         if self.tokens_per_step <= 0 or min(self.step_rows, self.prefill_chunk_rows, self.concurrency) < 1:
             raise ValueError("a step has rows and commits tokens, and a chunk and a full route are not empty")
+
+    def for_patch(self, num_rows: int, num_generated: int) -> Workload:
+        """Of a part of a route, for a session under way.
+
+        Args:
+            num_rows: positions so far, of prompt and answer.
+            num_generated: tokens of the answer so far.
+        """
+        left = min(max(num_generated, MIN_TOKENS_LEFT), max(self.num_positions - num_rows, 1))
+        return replace(self, prompt_tokens=0, replay_rows=num_rows, replay_tokens=left)
 
     @property
     def step_payload_bytes(self) -> float:

@@ -65,10 +65,6 @@ CHUNKS_PER_PROMPT = 4
 
 MIN_CHUNK_TOKENS, MAX_CHUNK_TOKENS = 32, 256
 
-MIN_TOKENS_LEFT = 64
-"""That an answer is expected to go on for, or as long again as it is already, but never beyond its end: most end long
-before the limit that was asked for."""
-
 MAX_USER_STEPS = 32
 """Of which the median counts."""
 
@@ -342,7 +338,7 @@ class Router:
             NoPeers: nobody of the swarm can be reached.
         """
         avoid = Avoid(frozenset(avoid_peers) | {planned.places[index][0] for index in lost}, frozenset(avoid_pairs))
-        workload = self._patch_workload(num_positions, num_rows, num_generated)
+        workload = self._workload(num_positions, 0).for_patch(num_rows, num_generated)
         failed = self._failed()
         kept = frozenset(peer for index, (peer, _) in enumerate(planned.places) if index not in lost)
         rather = Avoid(avoid.peers | (failed - kept), avoid.pairs)
@@ -368,7 +364,7 @@ class Router:
 
         Does not look around: see ``refresh``. Arguments are those of ``patch``.
         """
-        workload, found = self._patch_workload(num_positions, num_rows, num_generated), []
+        workload, found = self._workload(num_positions, 0).for_patch(num_rows, num_generated), []
         for index, (peer, _) in enumerate(planned.places):
             avoid = Avoid(frozenset(avoid_peers) | {peer}, frozenset(avoid_pairs))
             patched = await self._patch(self._look, planned, [index], workload, avoid)
@@ -436,10 +432,6 @@ class Router:
             user_prefill_s=self.user_step_s,
             message_overhead_s=max(MESSAGE_OVERHEAD_S + self._claims.message_excess_s(time.monotonic()), 0.0),
         )
-
-    def _patch_workload(self, num_positions: int, num_rows: int, num_generated: int) -> Workload:
-        left = min(max(num_generated, MIN_TOKENS_LEFT), max(num_positions - num_rows, 1))
-        return replace(self._workload(num_positions, 0), replay_rows=num_rows, replay_tokens=left)
 
     async def _look_around(self, without: Collection[PeerId] = (), *, is_patient: bool = False) -> Look:
         """Finds the nodes, and measures those that may serve; of those in ``without`` what was measured before stays.

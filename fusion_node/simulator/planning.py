@@ -1,21 +1,21 @@
-"""How a simulated user plans: with the product's planner, over what a client would know.
+"""How a simulated user plans: with the product's planner if not told otherwise, over what a client would know.
 
 What it knows: of the nodes that it has measured, the true round trip at that time; between two nodes, what network
 coordinates predict, which is off by COORDINATE_ERROR; of each node, what its record of some seconds ago says, within
-what is possible (scheduler.claims).
+what is possible and corrected by what rounds with it took (scheduler.claims).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from fusion_node.simulator.network import Floats
 from fusion_node.types import PeerId
-from scheduler.claims import clamp_speed
+from scheduler.claims import Claim, ClaimBook, clamp_speed
 from scheduler.cost_model import Workload
 from scheduler.planner import plan_route
 from scheduler.plans import Avoid, Planned
@@ -92,57 +92,102 @@ def believed_speed(node: Node) -> Speed:
     return clamp_speed((said.rows_1_s, said.rows_16_s, said.rows_256_s))
 
 
-def believed(node: Node) -> Candidate:
-    """A node as a candidate, by its record."""
-    return Candidate(node.peer, node.layers, believed_speed(node), node.announced_kv, node.announced_queue_s)
+def believed(node: Node, claims: ClaimBook, now: float) -> Candidate:
+    """A node as a candidate, by its record and by what a user has measured of it."""
+    said = node.announced_speed
+    claim = Claim(node.peer, (said.rows_1_s, said.rows_16_s, said.rows_256_s), node.announced_queue_s)
+    belief = claims.believed(claim, now)
+    return Candidate(node.peer, node.layers, belief.speed, node.announced_kv, belief.queue_s)
 
 
-def plan(
-    world: World,
-    legs: UserLegs,
-    known: Sequence[Known],
-    work: Workload,
-    *,
-    avoid_pairs: Collection[tuple[PeerId, PeerId]] = (),
-    pinned: Sequence[RouteStage] = (),
-) -> Planned | None:
-    """The route that the product's planner chooses; None when there is none.
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """A route, and what a step over it is expected to take; None where that is not reckoned."""
 
-    Args:
-        pinned: stages that stay as they are.
-    """
-    planned = plan_route(
-        [each.candidate for each in known],
-        legs,
-        num_layers=world.model.num_layers,
-        workload=work,
-        first_layers=world.first_layers,
-        pinned=pinned,
-        avoid=Avoid(pairs=frozenset(avoid_pairs)),
-        is_explained=False,
-    )
-    return planned if isinstance(planned, Planned) else None
+    route: tuple[RouteStage, ...]
+    seconds_per_step: float | None = None
 
 
-def alternates(
-    world: World,
-    legs: UserLegs,
-    known: Sequence[Known],
-    work: Workload,
-    route: Sequence[RouteStage],
-    *,
-    avoid_pairs: Collection[tuple[PeerId, PeerId]],
-) -> tuple[tuple[RouteStage, ...], ...]:
-    """For each stage of a route what would take its place; empty where nothing would."""
-    planned = plan_route(
-        [each.candidate for each in known],
-        legs,
-        num_layers=world.model.num_layers,
-        workload=work,
-        first_layers=world.first_layers,
-        pinned=route,
-        avoid=Avoid(pairs=frozenset(avoid_pairs)),
-    )
-    if not isinstance(planned, Planned):
-        return ((),) * len(route)
-    return tuple(() if each is None else each.stages for each in planned.alternates)
+class Scheduler(Protocol):
+    """How users choose routes. The benchmarks put those of other systems in the place of the product's."""
+
+    def plan(
+        self,
+        world: World,
+        legs: UserLegs,
+        known: Sequence[Known],
+        work: Workload,
+        *,
+        avoid_pairs: Collection[tuple[PeerId, PeerId]] = (),
+        pinned: Sequence[RouteStage] = (),
+    ) -> Chosen | None:
+        """A route; None when there is none.
+
+        Args:
+            pinned: stages that stay as they are, in order.
+        """
+        ...
+
+    def alternates(
+        self,
+        world: World,
+        legs: UserLegs,
+        known: Sequence[Known],
+        work: Workload,
+        route: Sequence[RouteStage],
+        *,
+        avoid_pairs: Collection[tuple[PeerId, PeerId]],
+    ) -> tuple[tuple[RouteStage, ...], ...]:
+        """For each stage of a route what would take its place; empty where nothing would."""
+        ...
+
+
+class OwnScheduler:
+    """The product's planner."""
+
+    def plan(
+        self,
+        world: World,
+        legs: UserLegs,
+        known: Sequence[Known],
+        work: Workload,
+        *,
+        avoid_pairs: Collection[tuple[PeerId, PeerId]] = (),
+        pinned: Sequence[RouteStage] = (),
+    ) -> Chosen | None:
+        """See Scheduler."""
+        planned = plan_route(
+            [each.candidate for each in known],
+            legs,
+            num_layers=world.model.num_layers,
+            workload=work,
+            first_layers=world.first_layers,
+            pinned=pinned,
+            avoid=Avoid(pairs=frozenset(avoid_pairs)),
+            is_explained=False,
+        )
+        return Chosen(planned.route, planned.cost.seconds_per_step) if isinstance(planned, Planned) else None
+
+    def alternates(
+        self,
+        world: World,
+        legs: UserLegs,
+        known: Sequence[Known],
+        work: Workload,
+        route: Sequence[RouteStage],
+        *,
+        avoid_pairs: Collection[tuple[PeerId, PeerId]],
+    ) -> tuple[tuple[RouteStage, ...], ...]:
+        """See Scheduler."""
+        planned = plan_route(
+            [each.candidate for each in known],
+            legs,
+            num_layers=world.model.num_layers,
+            workload=work,
+            first_layers=world.first_layers,
+            pinned=route,
+            avoid=Avoid(pairs=frozenset(avoid_pairs)),
+        )
+        if not isinstance(planned, Planned):
+            return ((),) * len(route)
+        return tuple(() if each is None else each.stages for each in planned.alternates)

@@ -6,8 +6,10 @@ that differs, comes twice or is left out is counted as wrong, whatever failed me
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -36,9 +38,10 @@ from fusion_node.simulator.links import Host
 from fusion_node.simulator.metrics import Answered
 from fusion_node.simulator.planning import Known
 from fusion_node.types import MonotonicS, PeerId, UnixS
-from p2p.messages import AnyMessage, StepResult
+from p2p.messages import AnyMessage, StageTiming, StepResult
 from p2p.records import PROTOCOL_VERSION, Plan, PlanStage
-from scheduler.cost_model import Workload
+from scheduler.claims import ClaimBook, StageStep
+from scheduler.cost_model import MESSAGE_OVERHEAD_S, Workload
 from scheduler.topology import RouteStage
 
 if TYPE_CHECKING:
@@ -60,6 +63,9 @@ enough to link them. Nobody would take those of a time in which nothing happens.
 
 MEASURED_STEPS = 3
 """Steps over a route that are taken one by one before several are taken at once: how long one takes is known then."""
+
+OBSERVED_STEPS = 16
+"""Of these, over one route, of which the times tell how fast its nodes are: the median of nine counts."""
 
 PLANNING_S = 0.02
 MEASURING_ROUND_TRIPS = 6
@@ -105,12 +111,17 @@ class Request:
 
 
 class User(Host):
-    """One user, who has one question at a time; ``chance`` is its own."""
+    """One user, who has one question at a time; ``chance`` is its own.
+
+    Attributes:
+        claims: what it believes of nodes' speeds.
+    """
 
     def __init__(self, world: World, index: int, peer: PeerId, place: network.Place) -> None:
         super().__init__(index, peer, place)
         self._world = world
         self.chance = random.Random(f"{world.settings.seed}/user/{index}")
+        self.claims = ClaimBook()
         self._sessions: dict[bytes, Request] = {}
         self._known: list[Known] = []
         self._known_until = self._measured_at = -math.inf
@@ -321,11 +332,29 @@ class User(Host):
         elif request.num_awaited == 1 and done.round_trip_s is not None:
             request.num_steps += 1
             request.steps_s += done.round_trip_s
+            if request.num_steps <= OBSERVED_STEPS and not done.num_under_way:
+                self._observe(core.places, done.timings, done.round_trip_s)
         if request.due_at > now:
             request.waits = True
             world.heap.at(request.due_at, self._on_due, request, len(request.tokens))
         else:
             self._go_on(request)
+
+    def _observe(self, places: tuple[Place, ...], timings: Sequence[StageTiming], round_s: float) -> None:
+        """Corrects what is believed of these nodes, as fusion_node.client.routing does."""
+        if len(timings) != len(places):
+            return
+        legs, peers = self._legs(places), [place.peer for place in places]
+        ways = itertools.pairwise([None, *peers, None])
+        legs_s = sum(
+            legs.leg(sender, receiver).seconds(self._world.model.row_bytes) + MESSAGE_OVERHEAD_S
+            for sender, receiver in ways
+        )
+        steps = [
+            StageStep(place.peer, len(place.layers), timing.compute_us / 1e6, timing.queue_us / 1e6)
+            for place, timing in zip(places, timings, strict=True)
+        ]
+        self.claims.observe_round(steps, 1, round_s=round_s, legs_s=legs_s, now=self._world.heap.now)
 
     def _on_due(self, request: Request, num_tokens: int) -> None:
         if request.waits and len(request.tokens) == num_tokens:
@@ -421,21 +450,21 @@ class User(Host):
             request.core.no_route(wanted.number, NoRoute("no usable node serves some layers"), now=self._now())
         self._pump(request)
 
-    def _whole(self, request: Request, wanted: WantsRoute) -> tuple[tuple[Place, ...], float] | None:
+    def _whole(self, request: Request, wanted: WantsRoute) -> tuple[tuple[Place, ...], float | None] | None:
         """Rather over a node that failed a moment ago than not at all."""
         now = self._world.heap.now
         shunned = {*wanted.avoid_peers, *(peer for peer, until in self._avoid.items() if until > now)}
         trusted = [each for each in self._known if each.node.peer not in shunned]
         for known in (trusted, self._known) if len(trusted) < len(self._known) else (trusted,):
             legs, work = self._legs(), self._workload(request)
-            planned = planning.plan(self._world, legs, known, work, avoid_pairs=wanted.avoid_pairs)
+            planned = self._world.scheduler.plan(self._world, legs, known, work, avoid_pairs=wanted.avoid_pairs)
             if planned is not None:
-                return self._places(planned.route), planned.cost.seconds_per_step
+                return self._places(planned.route), planned.seconds_per_step
         return None
 
     def _patch(
         self, request: Request, wanted: WantsRoute, present: tuple[Place, ...]
-    ) -> tuple[tuple[Place, ...], float] | None:
+    ) -> tuple[tuple[Place, ...], float | None] | None:
         now = self._world.heap.now
         gone = {present[index].peer for index in wanted.lost}
         pinned = [
@@ -448,14 +477,21 @@ class User(Host):
             and each.node.peer not in wanted.avoid_peers
             and self._avoid.get(each.node.peer, 0.0) <= now
         ]
-        legs, work = self._legs(present), self._workload(request)
-        planned = planning.plan(self._world, legs, usable, work, avoid_pairs=wanted.avoid_pairs, pinned=pinned)
+        legs, work = self._legs(present), self._patch_workload(request)
+        planned = self._world.scheduler.plan(
+            self._world, legs, usable, work, avoid_pairs=wanted.avoid_pairs, pinned=pinned
+        )
         if planned is None:
             return None
-        return self._places(planned.route, present), planned.cost.seconds_per_step
+        return self._places(planned.route, present), planned.seconds_per_step
 
     def _workload(self, request: Request) -> Workload:
         return self._world.workload(len(request.prompt), len(request.prompt) + request.num_wanted)
+
+    def _patch_workload(self, request: Request) -> Workload:
+        """As the client's router has it: what a node has to compute again counts as well."""
+        num_tokens = len(request.tokens)
+        return self._workload(request).for_patch(len(request.prompt) + num_tokens, num_tokens)
 
     def _legs(self, present: tuple[Place, ...] = ()) -> planning.UserLegs:
         trips = {place.peer: place.round_trip_s for place in present}
@@ -491,8 +527,8 @@ class User(Host):
             each for each in self._known if each.node.peer not in taken and each.node.peer not in wanted.avoid_peers
         ]
         stages = [RouteStage(place.peer, place.layers) for place in route]
-        legs, work = self._legs(route), self._workload(request)
-        planned = planning.alternates(world, legs, usable, work, stages, avoid_pairs=wanted.avoid_pairs)
+        legs, work = self._legs(route), self._patch_workload(request)
+        planned = world.scheduler.alternates(world, legs, usable, work, stages, avoid_pairs=wanted.avoid_pairs)
         found = [self._places(each) for each in planned]
         waiting = dict.fromkeys(place.peer for places in found for place in places)
         failed: set[PeerId] = set()

@@ -20,7 +20,7 @@ from fusion_node.simulator.membership_world import ANNOUNCE_S, EPOCH_S
 from fusion_node.simulator.metrics import Metrics, Sample, Stall
 from fusion_node.simulator.network import REGION_SHARES, REGIONS, Network, Way
 from fusion_node.simulator.node import FINE_AFTER_S, Character, Node
-from fusion_node.simulator.planning import Known, believed
+from fusion_node.simulator.planning import Known, OwnScheduler, Scheduler, believed
 from fusion_node.simulator.settings import Settings
 from fusion_node.simulator.user import User
 from fusion_node.simulator.views import ModelledViews, RealViews, Views
@@ -63,14 +63,18 @@ MAX_LAYERS_SHARE = 1 / 3
 class World:
     """A world that is ready to run.
 
+    Args:
+        scheduler: by which users choose routes.
+
     Attributes:
         first_layers: at which a stage may begin; None: at any.
         is_closing: no more questions are asked.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, *, scheduler: Scheduler | None = None) -> None:
         settings.check()
         self.settings = settings
+        self.scheduler = scheduler or OwnScheduler()
         self.model = settings.shape
         self.model_id = ModelId("ab" * 32)
         self.numerics = "f16r32"
@@ -406,7 +410,7 @@ class World:
                 continue
             path = self.network.path(user.place, node.place)
             if path.way is not Way.NONE:
-                known.append(Known(node, 2 * path.one_way_s, believed(node)))
+                known.append(Known(node, 2 * path.one_way_s, believed(node, user.claims, self.heap.now)))
         return known
 
     def workload(self, num_prompt: int, num_positions: int) -> Workload:

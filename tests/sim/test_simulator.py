@@ -22,6 +22,7 @@ from fusion_node.simulator.heap import EventHeap
 from fusion_node.simulator.leases import LeaseBook
 from fusion_node.simulator.network import LINES, Nat, Network, Place, Way
 from fusion_node.simulator.node import FINE_AFTER_S
+from fusion_node.simulator.planning import believed
 from fusion_node.simulator.plots import check_available, write_plots
 from fusion_node.simulator.report import percentiles, tokens_per_s
 from fusion_node.simulator.settings import Settings, parse_partition
@@ -266,6 +267,21 @@ def test_newcomers_take_what_is_missing_and_reckon_with_one_another(every: int) 
     # Not all the same, although all looked before any of them had said what it would take.
     assert len({frozenset(each) for each in taken}) > 1
     assert all(node.layers.start % every == 0 for node in joined)
+
+
+@pytest.mark.parametrize("is_honest", [True, False])
+def test_users_believe_what_steps_took_and_not_what_a_node_claims(is_honest: bool) -> None:
+    world = World(dataclasses.replace(SMALL, liars_share=1.0 - is_honest, mean_lifetime_s=math.inf, answer_tokens=30.0))
+    world.run()
+    (user,) = world.users.values()
+    served = [world.nodes[each.peer] for each in user.claims.measurements(world.heap.now)]
+    assert served
+    for node in served:
+        speed = believed(node, user.claims, world.heap.now).speed
+        if is_honest:
+            assert speed.rows_1_s < 2 * node.claimed_speed.rows_1_s
+        else:
+            assert speed.rows_1_s > 2 * node.claimed_speed.rows_1_s
 
 
 def rows_through(rows: bytes, chunks: list[int]) -> bytes:
