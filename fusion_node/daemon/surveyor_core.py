@@ -7,7 +7,8 @@ Guarantees: at most one peer is measured per timer, every EAGER_S until ENOUGH w
 that could not be reached is left alone for BACK_OFF_S, doubling, and so is a host at which BAD_PLACE in a row were not.
 Of neighbours, the NUM_NEAR that seem nearest are measured again and again; every third measurement goes to anybody by
 chance, so that a swarm of any size costs the same and no claim of a coordinate can keep others from being measured.
-Bandwidth is measured with PROBE_PEERS peers, PROBE_AFTER_S or more apart, then once in PROBE_AGAIN_S.
+Bandwidth is measured with PROBE_PEERS peers, PROBE_AFTER_S or more apart, then once in PROBE_AGAIN_S; with whom that
+failed, only when it did with all others.
 
 Assumes: the shell reports every measurement that it was told to make, as done or failed, before the next timer or soon
 after. ``now`` is monotonic seconds.
@@ -69,7 +70,8 @@ PROBE_AFTER_S, PROBE_AGAIN_S = 60.0, 6 * 3600.0
 """Between the first probes of bandwidth, and between those after. One takes up to 4.5 MiB."""
 
 PROBE_RETRY_S = 600.0
-"""After one that failed: most often, the other node is busy."""
+"""At most, after one that failed: PROBE_AFTER_S after the first in a row, and twice as long after each further one.
+Most often the other node is busy, and the next one is asked; else our own line is down, or everybody's."""
 
 PROBE_PEERS = 3
 """Of whose measurements the middle one counts: a liar or a slow line among them does not."""
@@ -139,6 +141,9 @@ class SurveyorCore:
         self._num_chosen = 0
         self._next_at = now + FIRST_AFTER_S
         self._probe_at = now + rng.uniform(FIRST_PROBE_S, LAST_FIRST_PROBE_S)
+        self._probing: PeerId | None = None
+        self._failed_with: list[PeerId] = []
+        """Probes in a row that failed."""
 
     @property
     def coordinate(self) -> Coordinate:
@@ -219,25 +224,32 @@ class SurveyorCore:
             if place.num_failures >= BAD_PLACE:
                 place.not_before = now + min(BACK_OFF_S * 2.0 ** (place.num_failures - BAD_PLACE), MAX_BACK_OFF_S)
 
+    def is_probe_due(self, *, now: float) -> bool:
+        """Whether it is time to measure the bandwidth."""
+        return now >= self._probe_at
+
     def to_probe(self, *, now: float, is_idle: bool) -> PeerId | None:
         """With whom to measure the bandwidth now; None when it is not time, or something more useful is going on.
 
         Whoever gets a peer reports ``probed`` or ``probe_failed``.
         """
-        if now < self._probe_at or not is_idle:
+        if not is_idle or not self.is_probe_due(now=now):
             return None
         tried = {peer for peer, _, _ in self._rates}
         near = self._reachable(lambda each: each.is_neighbour) or self._reachable(lambda each: True)
         if not near:
             return None
         self._probe_at = now + PROBE_RETRY_S
-        fresh = [peer for peer in near if peer not in tried]
-        return self._rng.choice((fresh or near)[:NUM_NEAR])
+        willing = [peer for peer in near if peer not in self._failed_with] or near
+        fresh = [peer for peer in willing if peer not in tried]
+        self._probing = self._rng.choice((fresh or willing)[:NUM_NEAR])
+        return self._probing
 
     def probed(self, peer: PeerId, up_Bps: float, down_Bps: float, *, now: float) -> None:
         """Bandwidth was measured: to the peer, by its clock; from it, by ours."""
         if not (up_Bps > 0.0 and down_Bps > 0.0):
             return
+        self._failed_with.clear()
         self._rates = deque((each for each in self._rates if each[0] != peer), maxlen=PROBE_PEERS)
         self._rates.append((peer, min(up_Bps, MAX_Bps), min(down_Bps, MAX_Bps)))
         is_enough = len(self._rates) >= min(PROBE_PEERS, len(self._seen))
@@ -245,7 +257,10 @@ class SurveyorCore:
 
     def probe_failed(self, *, now: float) -> None:
         """It could not be measured."""
-        self._probe_at = now + PROBE_RETRY_S * self._rng.uniform(1.0, 1.5)
+        retry_s = min(PROBE_AFTER_S * 2.0 ** len(self._failed_with), PROBE_RETRY_S)
+        self._probe_at = now + retry_s * self._rng.uniform(1.0, 1.5)
+        if self._probing is not None:
+            self._failed_with = [*self._failed_with, self._probing][-NUM_NEAR:]
 
     def _has_new(self, now: float) -> bool:
         return any(

@@ -218,15 +218,57 @@ def test_nothing_is_probed_while_somebody_needs_the_line() -> None:
     assert core.to_probe(now=1000.0, is_idle=True) == "n"
 
 
-def test_a_probe_that_failed_is_made_again_later() -> None:
+def reached(*peers: str) -> SurveyorCore:
     core = SurveyorCore(random.Random(9), now=0.0)
-    core.saw([seen("n")], now=0.0)
-    core.measured(PeerId("n"), 0.02, now=0.0)
-    assert core.to_probe(now=1000.0, is_idle=True) == "n"
-    core.probe_failed(now=1010.0)
+    core.saw([seen(peer) for peer in peers], now=0.0)
+    for peer in peers:
+        core.measured(PeerId(peer), 0.02, now=0.0)
+    return core
 
-    assert core.to_probe(now=1000.0 + PROBE_RETRY_S, is_idle=True) is None
-    assert core.to_probe(now=1011.0 + 1.5 * PROBE_RETRY_S, is_idle=True) == "n"
+
+def test_a_probe_that_failed_is_made_again_after_a_minute_and_ever_more_rarely() -> None:
+    core, now, waits = reached("n"), 1000.0, []
+    for _ in range(8):
+        assert core.to_probe(now=now, is_idle=True) == "n"
+        core.probe_failed(now=now)
+        failed_at = now
+        while not core.is_probe_due(now=now):
+            now += 5.0
+        waits.append(now - failed_at)
+
+    assert PROBE_AFTER_S <= waits[0] <= 1.5 * PROBE_AFTER_S + 5.0
+    assert waits[-1] >= PROBE_RETRY_S
+    assert max(waits) <= 1.5 * PROBE_RETRY_S + 5.0
+
+
+def test_with_whom_a_probe_failed_comes_after_the_others() -> None:
+    core, now = reached("a", "b", "c"), 1000.0
+    tried = []
+    for _ in range(3):
+        peer = core.to_probe(now=now, is_idle=True)
+        assert peer is not None
+        tried.append(peer)
+        core.probe_failed(now=now)
+        now += 2 * PROBE_RETRY_S
+
+    assert sorted(tried) == ["a", "b", "c"]
+    assert core.to_probe(now=now, is_idle=True) is not None, "when all have failed, any of them"
+
+
+def test_after_a_probe_that_succeeded_one_that_fails_is_made_again_soon() -> None:
+    core, now = reached("a", "b"), 1000.0
+    for _ in range(6):
+        core.to_probe(now=now, is_idle=True)
+        core.probe_failed(now=now)
+        now += 2 * PROBE_RETRY_S
+    peer = core.to_probe(now=now, is_idle=True)
+    assert peer is not None
+    core.probed(peer, 1e6, 1e6, now=now)
+    now += 2 * PROBE_AFTER_S
+    assert core.to_probe(now=now, is_idle=True) is not None
+    core.probe_failed(now=now)
+
+    assert core.to_probe(now=now + 1.5 * PROBE_AFTER_S, is_idle=True) is not None
 
 
 def test_one_liar_among_those_that_timed_our_line_does_not_count() -> None:
