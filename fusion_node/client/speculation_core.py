@@ -769,8 +769,8 @@ class SpeculationCore:
         self._events.append(frame)
 
     def _tapped(self, nodes: Sequence[TreeNode]) -> tuple[int, ...]:
-        """Those that are probably on the path. Where nothing is drafted, nobody reads them."""
-        if not self._wants_taps or self._decision.mode is Mode.PLAIN:
+        """Those that are probably on the path; of plain decode all, so that drafters keep knowing the text."""
+        if not self._wants_taps:
             return ()
         least = self._tree.root.log_p + math.log(TAP_PROBABILITY)
         return tuple(node.id for node in nodes if node.row is None and node.log_p >= least)

@@ -288,11 +288,12 @@ def drain(speculation: SpeculationCore) -> tuple[list[Frame], list[Choose]]:
     return frames, chooses
 
 
-@pytest.mark.parametrize(("mode", "is_tapped"), [(Mode.TREE, True), (Mode.PLAIN, False)])
-def test_probable_nodes_are_asked_for_and_where_nothing_is_guessed_none(mode: Mode, is_tapped: bool) -> None:
+@pytest.mark.parametrize("wants_taps", [True, False])
+@pytest.mark.parametrize("mode", [Mode.TREE, Mode.PLAIN])
+def test_probable_nodes_are_asked_for_and_where_nobody_reads_them_none(mode: Mode, wants_taps: bool) -> None:
     speculation = SpeculationCore(
         last_token=1, num_prompt=3, stop_position=60, stop_tokens=frozenset(), max_positions=90, next_sequence=1,
-        policy=ModePolicy((mode,)), wants_taps=True,
+        policy=ModePolicy((mode,)), wants_taps=wants_taps,
     )  # fmt: skip
     speculation.start(now=T0)
     drain(speculation)
@@ -301,8 +302,8 @@ def test_probable_nodes_are_asked_for_and_where_nothing_is_guessed_none(mode: Mo
     speculation.chosen(choose.position, 50, now=T0)
     frames, _ = drain(speculation)
     assert frames[0].tokens == (50,)
-    assert frames[0].tap == ((frames[0].first_node,) if is_tapped else ())
-    if is_tapped:
+    assert frames[0].tap == ((frames[0].first_node,) if wants_taps else ())
+    if wants_taps and mode is Mode.TREE:
         due = speculation.get_timer()
         assert due is not None
         speculation.handle_timer(now=MonotonicS(due))
