@@ -5,15 +5,19 @@ Three parts that know nothing of one another:
 * The closed forms: the ring latency L of a frame, and from it the expected tokens per second of plain decode, of
   chains and of trees (``Ring``, ``plain_rate``, ``chain_rate``, ``async_chain_rate``, ``tree_rate``, ``least_worth``).
 * ``Calibration`` turns a drafter's own confidence into how often it was right, by counts per source and confidence.
-* ``ModePolicy`` chooses between plain decode, synchronous chains and the asynchronous tree by what each has brought.
+* ``ModePolicy`` chooses between plain decode, synchronous chains and the asynchronous tree: by what guesses that were
+  not sent would have brought whether to try a mode, and by what it then brings whether to keep to it.
 
-Guarantees: a mode that turns out slower than plain decode is left when it is MAX_TRIAL_LOSS_TOKENS behind, and tried
-again only when all such losses are MAX_LOSS_SHARE of what was committed; a calibrated probability is in (0, 1), and is
-the drafter's own as long as nothing was counted.
+Guarantees: what modes that turn out slower than plain decode cost is bounded by an allowance of tokens: it begins with
+FIRST_ALLOWANCE_TOKENS, grows by ALLOWANCE_SHARE of what is committed up to MAX_ALLOWANCE_TOKENS, and a mode is left
+when it is used up; a calibrated probability is in (0, 1), and is the drafter's own as long as nothing was counted.
 
-Assumes: rounds of one session; ``now`` never goes back. No timers. Source: docs/speculation.md; chains after Leviathan,
-Kalman & Matias (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318), the rule by which a node is worth its price after
-Dinkelbach's renewal-reward argument. Still ugly: acceptance is taken as the same at every depth.
+Assumes: rounds of one session; ``now`` never goes back; a plain step takes as long as when it was last measured. No
+timers. Source: docs/speculation.md; chains after Leviathan, Kalman & Matias (arXiv 2211.17192) and Chen et al. (arXiv
+2302.01318), the rule by which a node is worth its price after Dinkelbach's renewal-reward argument. Still ugly: what is
+expected of a tree is a formula with an error of a fifth, which trust in a mode then takes out.
+
+Above 600 lines, a quarter of them bounds with their reasons; each of the three parts is short.
 """
 
 from __future__ import annotations
@@ -30,6 +34,9 @@ from fusion_node.types import MonotonicS
 LEAST_PROBABILITY = 1e-3
 """Below which a node is worth nothing, however cheap: a hundred such in flight would add a tenth of a token."""
 
+MAX_ROWS = 1 << 10
+"""Of a frame: no limit."""
+
 MAX_CHAIN = 32
 """Tokens of a synchronous chain: at an acceptance of .95 the best one is shorter on every ring on earth."""
 
@@ -44,31 +51,83 @@ PRIOR_WEIGHT = 8.0
 MAX_COUNT = 512.0
 """Candidates remembered per bin; then all counts are halved, so that a new topic shows."""
 
-MAX_LOSS_SHARE = 0.015
-"""Of the tokens so far: what trials of modes that turned out slower than plain decode may have cost when the next one
-begins. Half of what is promised, 3 %."""
+FIRST_ALLOWANCE_TOKENS = 1.25
+ALLOWANCE_SHARE = 0.015
+MAX_ALLOWANCE_TOKENS = 4.0
+"""What modes slower than plain decode may cost, in tokens that it would have brought: at first, more of it per token
+committed, and at most. A mode that is left has frames under way, for a token more: 3 % and two tokens is what is
+promised."""
+
+MIN_ALLOWANCE_TOKENS = 0.5
+"""For a trial: with less, it would be over before it says anything."""
+
+GAIN_SHARE = 0.5
+"""Of what a mode has gained, that is allowed to be lost by others, up to the most there is."""
+
+MAX_DRAWDOWN_TOKENS = 1.5
+DRAWDOWN_SHARE = 0.05
+"""Behind the best that a mode has been since it was begun, where it is left: so much, and so much of what it had gained
+by then, since a mode that pays has runs of bad luck too."""
 
 MIN_STEP_S = 1e-6
 """A step that took less was not measured: two events at the same reading of a clock."""
 
 MIN_SPELL_TOKENS = 8
 MIN_SPELL_ROUND_TRIPS = 3.0
-"""A mode is judged by no less."""
+"""A mode is compared with another by no less."""
 
 SPELL_TOKENS = 32
-"""Tokens over which the rate of a mode is averaged: it halves what is older."""
+"""Tokens over which the rate of a mode, and what guesses are worth, are averaged."""
 
-MIN_BACK_OFF_TOKENS = 64
-"""Until a mode that did not pay is tried again, at least."""
+RECENT_TOKENS = 4
+"""The same where a text turns into one that is guessed well. Only by how probable the guesses are: to have been right
+four times is luck more often."""
 
-MAX_TRIAL_LOSS_TOKENS = 3.0
-"""Behind plain decode, where a trial ends early."""
+PRIOR_TOKENS = 4
+PRIOR_FIRST, PRIOR_ANY, PRIOR_WORTH = 0.4, 0.6, 4.0
+"""What guesses are taken to be worth before any was verified, and as how many tokens that counts: the first of a place
+right, any of them, and how many are worth their row."""
 
 MIN_GAIN = 0.98
 """Of plain decode's speed: a mode that brings more is kept to, since measurements differ by as much."""
 
-MIN_EXPECTED_GAIN = 1.25
-"""By a formula, from which on chains are tried although another mode is well."""
+MIN_EXPECTED_GAIN = 1.08
+"""Of plain decode's speed, from which on a mode is tried."""
+
+MIN_TREE_GAIN = 1.1
+"""Of what a chain is expected to bring, from which on a tree is tried instead: it is less certain."""
+
+MAX_PASS_SHARE = 0.2
+WAITING_TREE_GAIN = 0.9
+"""Where the slowest stage takes no more of a step, most of it is waiting, and there no chain is as fast as a tree."""
+
+MIN_CHANGE_GAIN = 1.25
+"""Of what a mode brings, from which on the other is tried in its place."""
+
+MAX_TREE_FOR_CHAIN = 1.5
+"""A tree that brings more is not left for a chain: where it does, none has been seen that is faster."""
+
+ROUND_SHARE = 0.33
+"""Of what may still be lost, that a round without any luck may cost: a mode that pays has several of them in a row."""
+
+CHAIN_MARGIN = 1.5
+"""Of a row's price that a node of a chain must be worth: a row costs the user's side something as well."""
+
+TREE_ROWS = 16.0
+"""Of a frame, at most, for what is expected of a tree."""
+
+PLAIN_WEIGHT = 0.125
+"""Of one step in the mean of plain steps."""
+
+TRUST_WEIGHT = 0.5
+MIN_TRUST, MAX_TRUST = 0.3, 1.3
+TRUST_TOKENS = 512.0
+"""By how much a mode missed what was expected of it counts for what is expected of it next, within these bounds, and is
+forgotten over so many tokens: costs change that no formula knows of."""
+
+SHADOW_SHARE = 0.02
+"""Of a plain step that drafting may take in plain decode, only to know what it would be worth: by the clock, of which
+computing is the smaller part where drafters need no model, and while the stages compute."""
 
 PLAIN_CHECK_BELOW = 1.3
 PLAIN_CHECK_EVERY_TOKENS = 256
@@ -194,8 +253,8 @@ def least_worth(rate: float, price_s: float) -> float:
     return min(1.0, max(LEAST_PROBABILITY, rate * price_s))
 
 
-def _geometric(ratio: float, terms: int) -> float:
-    return float(terms) if ratio >= 1.0 else (1.0 - ratio**terms) / (1.0 - ratio)
+def _geometric(ratio: float, terms: float) -> float:
+    return terms if ratio >= 1.0 else (1.0 - ratio**terms) / (1.0 - ratio)
 
 
 # calibration
@@ -261,11 +320,51 @@ class Decision:
     """What to do until further notice.
 
     Attributes:
-        chain_length: drafted tokens of a frame; of CHAIN.
+        least: probability from which on a drafted node of a chain is worth its row; of CHAIN.
+        least_to_draft: probability of its tip from which on a chain waits to be drafted further; of CHAIN.
+        max_rows: of a frame that may be wrong.
+        shadow_s: seconds per token that drafting may take that nothing comes of but knowledge; None: there is to be
+            none. Of PLAIN.
     """
 
     mode: Mode
-    chain_length: int = 0
+    least: float = 1.0
+    least_to_draft: float = 1.0
+    max_rows: int = MAX_ROWS
+    shadow_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """What was guessed for a place whose token is known now.
+
+    Attributes:
+        is_first, is_found: the token was the first candidate, or any.
+        probability: of the first candidate; 0: there was none.
+        num_worth: candidates that were worth a row.
+    """
+
+    is_first: bool
+    is_found: bool
+    probability: float
+    num_worth: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """What the parts of a step take, in seconds.
+
+    Attributes:
+        price_s: of one more row on all stages and the wire.
+        pass_s: of the slowest stage, for one row.
+        choose_s: of choosing a token on the user's side.
+        draft_s: of a forward of the drafters.
+    """
+
+    price_s: float
+    pass_s: float = 0.0
+    choose_s: float = 0.0
+    draft_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -285,10 +384,51 @@ class _Measured:
         return self.tokens / self.seconds if self.seconds > 0.0 else None
 
 
+class _Worth:
+    """What the guesses of some drafters have been worth: running means per token."""
+
+    __slots__ = ("any", "first", "hit", "num", "recent", "recent_sent", "sent", "worth")
+
+    def __init__(self) -> None:
+        self.num = 0
+        self.first, self.any, self.worth = PRIOR_FIRST, PRIOR_ANY, PRIOR_WORTH
+        self.hit, self.sent = PRIOR_FIRST, 1.0
+        """A first candidate that would have been worth its row as a node of a chain: and right, and at all."""
+        self.recent = self.recent_sent = 0.0
+        """How probable such candidates are, and how many there are, lately."""
+
+    def add(self, guess: Guess, least: float) -> None:
+        self.num += 1
+        weight = 1.0 / min(SPELL_TOKENS, self.num + PRIOR_TOKENS)
+        is_sent = guess.probability >= least
+        self.first += weight * (guess.is_first - self.first)
+        self.any += weight * (guess.is_found - self.any)
+        self.worth += weight * (guess.num_worth - self.worth)
+        self.hit += weight * ((is_sent and guess.is_first) - self.hit)
+        self.sent += weight * (is_sent - self.sent)
+        self.recent += (guess.probability * is_sent - self.recent) / RECENT_TOKENS
+        self.recent_sent += (is_sent - self.recent_sent) / RECENT_TOKENS
+
+
+@dataclass(slots=True)
+class _Trial:
+    """Of the present mode, since it was begun, in tokens beyond those of plain decode.
+
+    Attributes:
+        gain, best: now, and when it was at its best.
+    """
+
+    since: MonotonicS
+    gain: float = 0.0
+    best: float = 0.0
+    num_tokens: int = 0
+
+
 class ModePolicy:
     """Which mode a session is in. One may serve many answers over one route, one after another.
 
-    Begins with the tree, since its first frame is a plain step and tells how long one takes.
+    Where there is a choice, begins with a plain step, which tells how long one takes and what a row costs; a tree's
+    first frame would be no other.
 
     Attributes:
         mode: the present one.
@@ -300,20 +440,37 @@ class ModePolicy:
 
     def __init__(self, modes: Sequence[Mode] = tuple(Mode)) -> None:
         self._modes = frozenset(modes) | {Mode.PLAIN}
-        self.mode = next(m for m in (Mode.TREE, Mode.CHAIN, Mode.PLAIN) if m in self._modes)
-        self.acceptance = 0.5
+        first = (m for m in (Mode.TREE, Mode.CHAIN) if m in self._modes)
+        self.mode = Mode.PLAIN if Mode.PLAIN in modes else next(first, Mode.PLAIN)
         self.plain_s: float | None = None
         self.num_tokens = 0
         self.lost_tokens = 0.0
+        self._costs: StepCosts | None = None
+        self._num_plain = 0
+        self._allowance = FIRST_ALLOWANCE_TOKENS
         self._measured: dict[Mode, _Measured] = {mode: _Measured() for mode in Mode}
-        self._chain_cost: tuple[float, float] | None = None
+        self._trust: dict[Mode, float] = {Mode.CHAIN: 1.0, Mode.TREE: 1.0}
+        self._worth = _Worth()
         self._since: MonotonicS | None = None
-        self._switched_at: MonotonicS | None = None
-        self._spell_tokens = 0
-        self._tokens_since_switch = 0
+        self._new_tokens = 0
+        """Since then."""
+        self._trial = _Trial(MonotonicS(0.0))
+        self._before: Mode | None = None
+        """What paid until the present mode was tried in its place."""
+        self._is_settling = False
+        """What is committed next was delayed by frames of the mode before."""
         self._plain_checked_at = 0
-        self._num_guesses = 0
-        self._tried_at: dict[Mode, int] = {}
+        self._check: tuple[Mode, int] | None = None
+        """Plain decode is only being measured: what to go on with, and when."""
+
+    @property
+    def acceptance(self) -> float:
+        return self._worth.first
+
+    @property
+    def allowance(self) -> float:
+        """Tokens that may be lost now by a mode that is slower than plain decode."""
+        return self._allowance
 
     def rate(self, mode: Mode) -> float | None:
         """Tokens per second that a mode has brought; None before it was measured."""
@@ -322,132 +479,231 @@ class ModePolicy:
         return self._measured[mode].rate
 
     def plain_step(self, seconds: float) -> None:
-        """A row that met no other of this session would have come back after so long."""
+        """A row that met no other of this session would have come back after so long, and its token been chosen."""
         seconds = max(seconds, MIN_STEP_S)
-        self.plain_s = seconds if self.plain_s is None else 0.75 * self.plain_s + 0.25 * seconds
+        self._num_plain += 1
+        weight = max(PLAIN_WEIGHT, 1.0 / self._num_plain)
+        self.plain_s = seconds if self.plain_s is None else self.plain_s + weight * (seconds - self.plain_s)
 
-    def chain_cost(self, *, draft_s: float, price_s: float) -> None:
-        """What one more token of a chain costs: a forward of the drafter, and a row on every stage."""
-        self._chain_cost = (draft_s, price_s)
+    def costs_are(self, costs: StepCosts) -> None:
+        """As last measured."""
+        self._costs = costs
 
-    def drafted(self, *, is_right: bool) -> None:
-        """A token was committed for whose place there had been candidates: whether it was the first of them."""
-        self._num_guesses += 1
-        self.acceptance += (is_right - self.acceptance) / min(SPELL_TOKENS, self._num_guesses + 2)
+    def guessed(self, guess: Guess) -> None:
+        """A token was committed for whose place candidates had been asked for."""
+        self._worth.add(guess, self._least(CHAIN_MARGIN))
 
     def committed(self, *, now: MonotonicS) -> None:
         """One more token was."""
         self.num_tokens += 1
-        self._spell_tokens += 1
-        self._tokens_since_switch += 1
+        self._allowance = min(MAX_ALLOWANCE_TOKENS, self._allowance + ALLOWANCE_SHARE)
+        for mode, trust in self._trust.items():
+            self._trust[mode] = trust + (1.0 - trust) / TRUST_TOKENS
         if self._since is None:
-            self._switched_at = self._since = now
-            self._spell_tokens = self._tokens_since_switch = 0
+            self._since = now
+        else:
+            self._new_tokens += 1
 
     def paused(self) -> None:
         """What goes by until the next token says nothing of any mode."""
-        self._since = self._switched_at = None
+        self._since = None
+        self._new_tokens = 0
 
     def decide(self, *, now: MonotonicS) -> Decision:
         """The mode from now on. To be asked whenever tokens were committed."""
-        step_s = self.plain_s
-        if self._since is not None and self._switched_at is not None and step_s is not None and len(self._modes) > 1:
-            if self._is_warming_up(now, step_s):
-                self._since, self._spell_tokens = now, 0
-            if self._is_lossy(now, step_s):
-                self.lost_tokens += self._loss(now, step_s)
-                self._end_spell(now, step_s)
-                self._switch(self._best(step_s), now)
-            elif self._is_spell_over(now, step_s):
-                self._end_spell(now, step_s)
-                self._switch(self._best(step_s), now)
-        return Decision(self.mode, self._chain_length(step_s) if self.mode is Mode.CHAIN else 0)
+        if self._since is not None and self._new_tokens and len(self._modes) > 1:
+            self._account(now)
+            if self.plain_s is not None:
+                self._choose(self.plain_s, now)
+        return self._decision()
 
-    def _is_warming_up(self, now: MonotonicS, step_s: float) -> bool:
-        """What comes out within a round trip of a change was sent before it."""
-        return self._switched_at is not None and now - self._switched_at < step_s
+    def expected(self, mode: Mode) -> float:
+        """What a mode would bring now, as a multiple of plain decode."""
+        if mode is Mode.PLAIN or self.plain_s is None or self._costs is None:
+            return 1.0
+        expected = self._expected_chain if mode is Mode.CHAIN else self._expected_tree
+        return expected(self._costs, self.plain_s)
 
-    def _loss(self, now: MonotonicS, step_s: float) -> float:
-        """Tokens that plain decode would have brought beyond those that came since the mode was changed to."""
-        since = self._switched_at if self._switched_at is not None else now
-        return (now - since) / step_s - self._tokens_since_switch
+    def _decision(self) -> Decision:
+        match self.mode:
+            case Mode.CHAIN:
+                return Decision(self.mode, self._least(CHAIN_MARGIN), self._least_to_draft(), self._max_rows())
+            case Mode.TREE:
+                return Decision(self.mode, max_rows=self._max_rows())
+            case Mode.PLAIN if len(self._modes) > 1:
+                return Decision(self.mode, shadow_s=SHADOW_SHARE * (self.plain_s or 0.0))
+        return Decision(self.mode)
 
-    def _is_lossy(self, now: MonotonicS, step_s: float) -> bool:
-        return self.mode is not Mode.PLAIN and self._loss(now, step_s) > MAX_TRIAL_LOSS_TOKENS
+    # what modes have brought
 
-    def _is_spell_over(self, now: MonotonicS, step_s: float) -> bool:
-        if self._since is None:
-            return False
-        if self.mode is Mode.PLAIN:
-            return self._spell_tokens >= PLAIN_CHECK_TOKENS
-        return self._spell_tokens >= MIN_SPELL_TOKENS and now - self._since >= MIN_SPELL_ROUND_TRIPS * step_s
-
-    def _end_spell(self, now: MonotonicS, step_s: float) -> None:
-        tokens, since = self._spell_tokens, self._since
+    def _account(self, now: MonotonicS) -> None:
+        since, tokens = self._since, self._new_tokens
         if since is None or now <= since:
             return
-        if self.mode is Mode.PLAIN:
-            if tokens:
-                self.plain_step((now - since) / tokens)
-        else:
-            self._measured[self.mode].add(tokens, now - since)
-        self._since, self._spell_tokens = now, 0
-
-    def _switch(self, mode: Mode, now: MonotonicS) -> None:
-        if mode is self.mode:
-            return
+        seconds = now - since
+        self._since, self._new_tokens = now, 0
         if self.mode is not Mode.PLAIN:
-            self._tried_at[self.mode] = self.num_tokens
+            self._measured[self.mode].add(tokens, seconds)
+            if self.plain_s is not None:
+                trial = self._trial
+                trial.num_tokens += tokens
+                trial.gain += tokens - seconds / self.plain_s
+                trial.best = max(trial.best, trial.gain)
+        elif self._is_settling:
+            self._is_settling = False
+            if self.plain_s is not None:
+                self._charge(seconds / self.plain_s - tokens)
+        else:
+            self.plain_step(seconds / tokens)
+
+    def _charge(self, tokens: float) -> None:
+        lost = max(0.0, tokens)
+        self.lost_tokens += lost
+        self._allowance -= lost
+
+    def _choose(self, step_s: float, now: MonotonicS) -> None:
+        if self.mode is Mode.PLAIN:
+            if self._check is not None:
+                mode, until = self._check
+                if self.num_tokens < until:
+                    return
+                self._check = None
+                self._begin(mode, now)
+                return
+            best = self._most_promising()
+            if best is not Mode.PLAIN:
+                self._begin(best, now)
+            return
+        trial = self._trial
+        is_judged = trial.num_tokens >= MIN_SPELL_TOKENS and now - trial.since >= MIN_SPELL_ROUND_TRIPS * step_s
+        rate = self._measured[self.mode].rate
+        gain = 1.0 if rate is None else rate * step_s
+        next_loss = max(0.0, -trial.gain / max(1, trial.num_tokens))
+        if self._left() < next_loss or (trial.num_tokens >= SPELL_TOKENS and gain < MIN_GAIN):
+            self._leave(now)
+        elif is_judged:
+            self._learn_trust(gain)
+            other = Mode.CHAIN if self.mode is Mode.TREE else Mode.TREE
+            is_due = self.num_tokens - self._plain_checked_at >= PLAIN_CHECK_EVERY_TOKENS
+            is_open = self._may_try(other) and (other is Mode.TREE or gain < MAX_TREE_FOR_CHAIN)
+            if is_open and self._believed(other) >= MIN_CHANGE_GAIN * gain:
+                before = self.mode
+                self._begin(other, now)
+                self._before = before
+            elif is_due and gain < PLAIN_CHECK_BELOW:
+                self._check = (self.mode, self.num_tokens + 1 + PLAIN_CHECK_TOKENS)
+                self._begin(Mode.PLAIN, now)
+
+    def _most_promising(self) -> Mode:
+        if not self._may_try(Mode.CHAIN) and not self._may_try(Mode.TREE):
+            return Mode.PLAIN
+        chain = self._believed(Mode.CHAIN) if Mode.CHAIN in self._modes else 0.0
+        tree = self._believed(Mode.TREE) if Mode.TREE in self._modes else 0.0
+        is_waiting = self._costs is not None and self._costs.pass_s < MAX_PASS_SHARE * (self.plain_s or 0.0)
+        if tree >= MIN_EXPECTED_GAIN and tree >= (WAITING_TREE_GAIN if is_waiting else MIN_TREE_GAIN) * chain:
+            return Mode.TREE
+        if chain >= MIN_EXPECTED_GAIN:
+            return Mode.CHAIN
+        return Mode.PLAIN
+
+    def _left(self) -> float:
+        """Tokens that the present mode may lose from now on."""
+        trial = self._trial
+        limit = min(MAX_DRAWDOWN_TOKENS, max(0.5, self._allowance)) + DRAWDOWN_SHARE * trial.best
+        return limit - (trial.best - trial.gain)
+
+    def _max_rows(self) -> int:
+        step_s, costs = self.plain_s, self._costs
+        if step_s is None or costs is None or len(self._modes) < 2:
+            return MAX_ROWS
+        # What was gained is not to be lost again, but a part of it may be risked.
+        at_risk = ROUND_SHARE * (self._left() + max(0.0, self._trial.gain))
+        return max(1, min(MAX_ROWS, int(at_risk * step_s / max(costs.price_s, MIN_STEP_S))))
+
+    def _may_try(self, mode: Mode) -> bool:
+        return mode in self._modes and self._allowance >= MIN_ALLOWANCE_TOKENS
+
+    def _believed(self, mode: Mode) -> float:
+        return self.expected(mode) * self._trust[mode]
+
+    def _leave(self, now: MonotonicS) -> None:
+        """The present mode does not pay."""
+        trial = self._trial
+        if self.plain_s is not None:
+            took = max(trial.num_tokens - trial.gain, MIN_STEP_S)
+            self._learn_trust(min(trial.num_tokens / took, (self._measured[self.mode].rate or math.inf) * self.plain_s))
+        self._begin(Mode.PLAIN if self._before is None else self._before, now)
+
+    def _learn_trust(self, gain: float) -> None:
+        expected = max(1e-3, self.expected(self.mode))
+        trust = self._trust[self.mode]
+        trust += TRUST_WEIGHT * (gain / expected - trust)
+        self._trust[self.mode] = min(MAX_TRUST, max(MIN_TRUST, trust))
+
+    def _begin(self, mode: Mode, now: MonotonicS) -> None:
+        self._is_settling = mode is Mode.PLAIN
+        gain = self._trial.gain
+        self._allowance = min(MAX_ALLOWANCE_TOKENS, self._allowance + GAIN_SHARE * max(0.0, gain))
+        self._charge(-gain)
         if mode is Mode.PLAIN:
             self._plain_checked_at = self.num_tokens
-        elif self._is_worse_than_plain(mode):
-            self._measured[mode] = _Measured()  # a fresh trial; what it was worth long ago says nothing
+        else:
+            self._measured[mode] = _Measured()
         self.mode = mode
-        self._switched_at = self._since = now
-        self._spell_tokens = self._tokens_since_switch = 0
+        self._before = None
+        self._trial = _Trial(now)
 
-    def _best(self, step_s: float) -> Mode:
-        plain = 1.0 / step_s
-        rates = {Mode.PLAIN: plain if self.mode is Mode.PLAIN else MIN_GAIN * plain}
-        for mode in self._modes - {Mode.PLAIN}:
-            measured = self._measured[mode].rate
-            if measured is not None and not self._is_worse_than_plain(mode):
-                rates[mode] = measured
-        best = max((Mode.TREE, Mode.CHAIN, Mode.PLAIN), key=lambda mode: rates.get(mode, -1.0))
-        trials = [mode for mode in (Mode.TREE, Mode.CHAIN) if self._is_worth_a_trial(mode, rates[best], step_s)]
-        if trials:
-            return min(trials, key=lambda mode: self._tried_at.get(mode, -1))
-        is_due = self.num_tokens - self._plain_checked_at >= PLAIN_CHECK_EVERY_TOKENS
-        if best is self.mode and best is not Mode.PLAIN and is_due and rates[best] < PLAIN_CHECK_BELOW * plain:
-            return Mode.PLAIN
-        return best
+    # what they would bring
 
-    def _is_worth_a_trial(self, mode: Mode, best_rate: float, step_s: float) -> bool:
-        if mode not in self._modes or mode is self.mode:
-            return False
-        if self._measured[mode].rate is not None and not self._is_worse_than_plain(mode):
-            return False
-        if mode is Mode.CHAIN and self._expected_chain_rate(step_s) < MIN_EXPECTED_GAIN * best_rate:
-            return False
-        if mode not in self._tried_at:
-            return True
-        is_paid = self.lost_tokens + MAX_TRIAL_LOSS_TOKENS <= MAX_LOSS_SHARE * self.num_tokens
-        return is_paid and self.num_tokens - self._tried_at[mode] >= MIN_BACK_OFF_TOKENS
-
-    def _is_worse_than_plain(self, mode: Mode) -> bool:
-        measured, step_s = self._measured[mode].rate, self.plain_s
-        least = MIN_GAIN if mode is self.mode else 1.0
-        return measured is not None and step_s is not None and measured * step_s < least
-
-    def _chain_ring(self, step_s: float) -> Ring:
-        draft_s, price_s = self._chain_cost or (step_s, step_s)
-        return Ring(max(0.0, step_s - price_s), (0.0,), (price_s,), 0.0, draft_s)
-
-    def _expected_chain_rate(self, step_s: float) -> float:
-        ring = self._chain_ring(step_s)
-        return chain_rate(self.acceptance, ring, best_chain_length(self.acceptance, ring))
-
-    def _chain_length(self, step_s: float | None) -> int:
+    def _net_s(self) -> float:
+        """Of a plain step, what a token saves that comes with the one before."""
+        step_s, costs = self.plain_s, self._costs
         if step_s is None:
-            return 1
-        return max(1, best_chain_length(self.acceptance, self._chain_ring(step_s)))
+            return 0.0
+        return step_s - min(costs.choose_s if costs else 0.0, 0.9 * step_s)
+
+    def _least(self, margin: float) -> float:
+        net_s, costs = self._net_s(), self._costs
+        if costs is None or net_s <= 0.0:
+            return LEAST_PROBABILITY if self.plain_s is None else 1.0
+        return min(1.0, max(LEAST_PROBABILITY, margin * costs.price_s / net_s))
+
+    def _least_to_draft(self) -> float:
+        net_s, costs = self._net_s(), self._costs
+        if costs is None or net_s <= 0.0:
+            return 1.0 if self.plain_s is None else math.inf
+        return (costs.draft_s + costs.price_s) / (net_s * max(0.05, self.acceptance))
+
+    def _expected_chain(self, costs: StepCosts, step_s: float) -> float:
+        """As many tokens of a chain as are worth their rows and were drafted while the last one was on its way."""
+        worth, draft_s = self._worth, costs.draft_s
+        net, price = self._net_s() / step_s, costs.price_s / step_s
+        least = math.log(self._least(CHAIN_MARGIN))
+        most = min(MAX_CHAIN, 1.0 + step_s / max(draft_s, MIN_STEP_S))
+
+        def gain(hit: float, sent: float) -> float:
+            right = min(0.99, hit / max(hit, sent, 1e-3))
+            length = min(most, least / math.log(max(right, 1e-3)))
+            tokens, rows = _geometric(hit, length + 1.0), _geometric(sent, length + 1.0) - 1.0
+            waits = min(draft_s / step_s, hit * net) * (1.0 - hit)
+            return tokens / (1.0 + rows * price + (tokens - 1.0) * (1.0 - net) + waits)
+
+        return max(gain(worth.hit, worth.sent), gain(worth.recent, worth.recent_sent))
+
+    def _expected_tree(self, costs: StepCosts, step_s: float) -> float:
+        """Renewal at each miss, as with chains, where a tree misses half as often as the first of many candidates and
+        half as often as all: that fits what docs/speculation.md measures to a tenth. What is known waits for half a
+        pass of what was guessed."""
+
+        worth = self._worth
+
+        def gain(first: float, found: float, num_worth: float) -> float:
+            hit = min(0.98, (first + found) / 2)
+            run = 1.0 / (1.0 - hit)
+            rows = min(TREE_ROWS, max(1.0, num_worth / max(0.05, 1.0 - first)))
+            latency = step_s + costs.pass_s / 2 + (rows - 1.0) * costs.price_s
+            pace = max(costs.draft_s, costs.choose_s, costs.price_s)
+            return run * step_s / (latency + (run - 1.0) * pace)
+
+        now = gain(worth.first, worth.any, worth.worth)
+        return max(now, gain(worth.recent, max(worth.any, worth.recent), 1.0)) if worth.recent > worth.first else now

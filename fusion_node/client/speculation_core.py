@@ -36,7 +36,15 @@ from fusion_node.client.speculation_timeline import TimelineRecorder, Totals
 from fusion_node.client.token_tree import NodeState, TokenTree, TreeNode
 from fusion_node.errors import LocalProtocolError
 from fusion_node.types import MonotonicS
-from scheduler.speculation import LEAST_PROBABILITY, Mode, ModePolicy, least_worth
+from scheduler.speculation import (
+    LEAST_PROBABILITY,
+    MAX_CHAIN,
+    Guess,
+    Mode,
+    ModePolicy,
+    StepCosts,
+    least_worth,
+)
 
 MAX_IN_FLIGHT = 384
 """Rows uncommitted at the stages. 256 cost 2 % of the speed at round trips of 100 ms, 512 bring nothing more."""
@@ -67,6 +75,9 @@ bring 2 % more than 8; a drafter whose time goes by nodes is asked for few at a 
 
 FIRST_EXPAND_NODES = 8
 
+MAX_SHADOW_TOKENS = 64
+"""Of plain decode between two drafts that nothing comes of but knowledge, however long one takes."""
+
 WIDTH = 8
 """Candidates per node."""
 
@@ -87,7 +98,8 @@ IDLE_SHARE = 0.25
 BUSY_SHARE = 0.75
 """Of a row's price that a node must be worth: of what a row costs while nobody else waits, and of what it costs others
 beyond that. The first is small because most rows fill passes that would have been made anyway: at four times of it the
-speed of one user falls by 5 %. Less of the second has 48 users of a ring send three times the rows, for no more
+speed of one user falls by 5 %; it grows up to all of the price as a frame's rows take more of the ring latency, since
+on near stages whose time goes by rows, with poor guesses, all of it brings 1.13 times plain decode and a quarter 0.97. Less of the second has 48 users of a ring send three times the rows, for no more
 tokens."""
 
 DRAFT_SHARE = 0.2
@@ -350,6 +362,10 @@ class SpeculationCore:
         self._expanding: list[TreeNode] | None = None
         self._expanded_at = MonotonicS(0.0)
         self._draft_time = _TimeByRows()
+        self._shadow_s = 0.0
+        """Seconds that drafting may still take in plain decode."""
+        self._choosing_since: MonotonicS | None = None
+        self._choose_s = 0.0
         self._passes: list[_TimeByRows] = []
         self._prices: list[float] = []
         self._least_prices: list[float] = []
@@ -389,7 +405,7 @@ class SpeculationCore:
         for node_id in () if sent is None else sent.want:
             self._in_flight.pop(node_id, None)  # dead, and therefore left out
         self._has_row = True
-        self._choose()
+        self._choose(now)
         if not self._is_choosing:
             self._go(now)
 
@@ -405,11 +421,7 @@ class SpeculationCore:
         if not self._is_choosing or position != before.position + 1:
             raise LocalProtocolError(f"the token at position {position} was not to be chosen")
         self._is_choosing = False
-        if before.guess is not None:
-            self._policy.drafted(is_right=before.guess == token)
-            self.stats.num_candidates += 1
-            self.stats.num_first += before.guess == token
-            self.recorder.guessed(before.guess_depth, is_right=before.guess == token)
+        self._note_choice(before, token, now)
         self._num_resend += before.state is NodeState.UNSENT  # taken back while its row was being chosen from
         root = self._tree.advance(token)
         self._committed.append((token, root.id))
@@ -425,24 +437,30 @@ class SpeculationCore:
             return
         self._cancel(root)
         if root.state is NodeState.RETURNED:
-            self._choose()
+            self._choose(now)
             return
         self._decision = self._policy.decide(now=now)
         self.stats.mode = self._decision.mode
+        if self._decision.shadow_s is not None:
+            self._shadow_s = min(self._decision.shadow_s, self._shadow_s + self._decision.shadow_s)
         self._go(now)
 
     def drafted(self, number: int, candidates: Sequence[Sequence[tuple[int, float, str]]], *, now: MonotonicS) -> None:
         """The answer to Expand: per path tokens with their calibrated probabilities and sources, best first."""
         nodes = self._end_expansion(number)
-        self._draft_time.learn(len(nodes), now - self._expanded_at)
+        took = now - self._expanded_at
+        if number > 1:  # the first may have to read the prompt
+            self._draft_time.learn(len(nodes), took)
+            if self._decision.shadow_s is not None:
+                self._shadow_s = max(self._shadow_s - took, -MAX_SHADOW_TOKENS * self._decision.shadow_s)
         for node, found in zip(nodes, candidates, strict=True):
             if not node.is_live:
                 continue
+            total = max(1.0, sum(probability for _, probability, _ in found))
             if found:
-                node.guess = found[0][0]
+                node.guess, node.guess_probability = found[0][0], found[0][1] / total
             if node.position + 2 >= self._stop_position:
                 continue  # what follows ends the answer, whatever it is, and its row is of no use
-            total = max(1.0, sum(probability for _, probability, _ in found))
             by_token = {t: p / total for t, p, _ in reversed(found) if t not in self._stop_tokens}
             self._tree.expand(node, list(by_token.items()))
         self._go(now)
@@ -462,6 +480,7 @@ class SpeculationCore:
     def put_off(self) -> None:
         """The token that is to be chosen waits for its reader: the time until then says nothing of any mode."""
         self._policy.paused()
+        self._choosing_since = None
         self._commit_times.clear()
 
     def pause(self) -> None:
@@ -519,6 +538,7 @@ class SpeculationCore:
         if not self._is_choosing or position != root.position + 1:
             raise LocalProtocolError(f"the token at position {position} was not to be chosen")
         self._is_choosing = False
+        self._choosing_since = None
         root.row = None
         if root.state is not NodeState.UNSENT:
             self._expect_root(root.id)
@@ -574,11 +594,12 @@ class SpeculationCore:
         root.state, root.id = NodeState.SENT, node_id
         self._in_flight[node_id] = root
 
-    def _choose(self) -> None:
+    def _choose(self, now: MonotonicS) -> None:
         root = self._tree.root
         if self._is_choosing or self.is_over or root.state is not NodeState.RETURNED:
             return
         self._is_choosing = True
+        self._choosing_since = now
         ahead: list[Any] = []
         node = root
         while node.children:
@@ -587,6 +608,28 @@ class SpeculationCore:
                 break
             ahead.append(node.row)
         self._events.append(Choose(root.position + 1, root.row, tuple(ahead)))
+
+    def _note_choice(self, before: TreeNode, token: int, now: MonotonicS) -> None:
+        if self._choosing_since is not None:
+            took = now - self._choosing_since
+            self._choose_s += (_WEIGHT if self._choose_s else 1.0) * (took - self._choose_s)
+        if before.guess is None:
+            if before.is_expanded and self._expanding is None:
+                self._policy.guessed(Guess(False, False, 0.0, 0))
+            return
+        is_first = before.guess == token
+        self.stats.num_candidates += 1
+        self.stats.num_first += is_first
+        self.recorder.guessed(before.guess_depth, is_right=is_first)
+        least = least_worth(self._rate(now), self._delay_s())
+        self._policy.guessed(
+            Guess(
+                is_first,
+                is_first or any(candidate == token for candidate, _ in before.candidates),
+                before.guess_probability,
+                sum(probability >= least for _, probability in before.candidates),
+            )
+        )
 
     def _depth_sent(self) -> int:
         node, depth = self._tree.root, 0
@@ -626,8 +669,8 @@ class SpeculationCore:
             self._least_prices[index] = min(self._least_prices[index], price)
         stats = self.stats
         stats.price_s = sum(self._prices) + self._uplink_row_s
-        if self._draft_time.is_known:
-            self._policy.chain_cost(draft_s=self._draft_time.predict(1), price_s=stats.price_s)
+        draft_s = self._draft_time.predict(1)
+        self._policy.costs_are(StepCosts(stats.price_s, self._pass_s(1), self._choose_s, draft_s))
         sent = self._frames.pop(sequence, None)
         if sent is None:
             return  # the prompt's, which says nothing of how long a frame takes
@@ -635,8 +678,8 @@ class SpeculationCore:
             passes.learn(sent.num_rows, cost.pass_s)
         took = now - sent.sent_at
         stats.latency_s = took if not stats.latency_s else stats.latency_s + _WEIGHT * (took - stats.latency_s)
-        if sent.is_alone:
-            self._policy.plain_step(max(took / 2, took - (sent.num_rows - 1) * stats.price_s))
+        if sent.is_alone and self._decision.mode is not Mode.PLAIN:
+            self._policy.plain_step(max(took / 2, took - (sent.num_rows - 1) * stats.price_s) + self._choose_s)
 
     # sending
 
@@ -663,7 +706,7 @@ class SpeculationCore:
             case Mode.PLAIN:
                 nodes = [root] if is_urgent else []
             case Mode.CHAIN:
-                nodes = self._chain() if is_urgent and self._is_chain_ready() else []
+                nodes = self._chain_to_send() if is_urgent and self._is_chain_ready() else []
             case Mode.TREE:
                 if is_urgent or now >= self._next_send_at:
                     nodes = self._most_probable(now)
@@ -677,7 +720,7 @@ class SpeculationCore:
         if root.state is NodeState.UNSENT:
             root.state = NodeState.SENT
             nodes.append(root)
-        room = min(self._room(), self._frame_rows() - len(nodes))
+        room = min(self._room(), min(self._frame_rows(), 1 + self._decision.max_rows) - len(nodes))
         while room > 0 and (node := self._tree.pop_unsent(least)) is not None:
             node.state = NodeState.SENT
             nodes.append(node)
@@ -687,26 +730,46 @@ class SpeculationCore:
     def _delay_s(self) -> float:
         """By how much a row delays what is committed, here and elsewhere."""
         idle_s = sum(self._least_prices)
-        return IDLE_SHARE * (idle_s + self._uplink_row_s) + BUSY_SHARE * (sum(self._prices) - idle_s)
+        row_s = idle_s + self._uplink_row_s
+        dear = min(1.0, FRAME_ROWS * row_s / self.stats.latency_s) if self.stats.latency_s else 0.0
+        return (IDLE_SHARE + (1.0 - IDLE_SHARE) * dear) * row_s + BUSY_SHARE * (sum(self._prices) - idle_s)
 
     def _chain(self) -> list[TreeNode]:
+        """The root, and below it the first candidates of each as far as they are worth a row."""
         nodes = [self._tree.root]
-        room = min(self._decision.chain_length, self._room())
-        while room > 0 and (child := self._tree.best_child(nodes[-1])) is not None:
+        for _ in range(min(MAX_CHAIN, self._decision.max_rows)):
+            child = self._tree.best_child(nodes[-1])
+            if child is None or self._tree.probability(child) < self._decision.least:
+                break
             nodes.append(child)
-            room -= 1
         return nodes
 
     def _is_chain_ready(self) -> bool:
-        tip = self._chain_tip()
-        return self._expanding is None and (tip is None or not self._has_drafter)
+        tip = self._chain()[-1]
+        is_known = tip.is_expanded and tip not in (self._expanding or ())
+        return is_known or not self._has_drafter or self._tree.probability(tip) < self._decision.least_to_draft
 
-    def _chain_tip(self) -> TreeNode | None:
-        """Where a chain that is too short is to be continued; None where it is long enough or cannot be."""
-        node, depth = self._tree.root, 0
-        while depth < self._decision.chain_length and (child := self._tree.best_child(node)) is not None:
-            node, depth = child, depth + 1
-        return node if depth < self._decision.chain_length and not node.is_expanded else None
+    def _chain_to_draft(self) -> list[TreeNode]:
+        """The tip of the chain: while its root is awaited, drafting costs nothing."""
+        tip = self._chain()[-1]
+        is_urgent = self._may_send and self._tree.root.state is NodeState.UNSENT
+        least = self._decision.least_to_draft if is_urgent else self._decision.least
+        if tip.is_expanded or self._tree.probability(tip) < least:
+            return []
+        tip.is_expanded = True
+        return [tip]
+
+    def _shadow_to_draft(self) -> list[TreeNode]:
+        """The token that is awaited, once the one before it has left: what comes of it is only counted."""
+        root = self._tree.root
+        is_due = self._decision.shadow_s is not None and self._shadow_s >= 0.0
+        if not is_due or root.is_expanded or root.state is not NodeState.SENT:
+            return []
+        root.is_expanded = True
+        return [root]
+
+    def _chain_to_send(self) -> list[TreeNode]:
+        return self._chain()[: 1 + max(0, self._room())]
 
     def _room(self) -> int:
         """Rows that may be sent on a guess, one being kept free for what is known."""
@@ -821,11 +884,10 @@ class SpeculationCore:
             return
         nodes: list[TreeNode] = []
         match self._decision.mode:
+            case Mode.PLAIN:
+                nodes = self._shadow_to_draft()
             case Mode.CHAIN:
-                tip = self._chain_tip()
-                if tip is not None:
-                    tip.is_expanded = True
-                    nodes = [tip]
+                nodes = self._chain_to_draft()
             case Mode.TREE:
                 room, most = MAX_TREE_NODES - self._tree.num_live, self._nodes_per_draft()
                 least = max(LEAST_PROBABILITY, DRAFT_SHARE * self.stats.least)

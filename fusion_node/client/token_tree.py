@@ -48,6 +48,7 @@ class TreeNode:
         row: what came back for it.
         candidates: for what follows, each with its probability given this node, best first. Some are children already.
         guess: the first token that was proposed for what follows, whether or not it is a candidate.
+        guess_probability: of it.
         guess_depth: how many tokens ahead of the last committed one that was then; 1 is the next one.
     """
 
@@ -62,6 +63,7 @@ class TreeNode:
     row: Any = field(default=None, repr=False)
     candidates: tuple[tuple[int, float], ...] = field(default=(), repr=False)
     guess: int | None = field(default=None, repr=False)
+    guess_probability: float = 0.0
     guess_depth: int = 0
     children: dict[int, TreeNode] = field(default_factory=dict, repr=False)
 
