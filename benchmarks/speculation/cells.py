@@ -17,6 +17,7 @@ from typing import Any
 
 from benchmarks.report import Check
 from benchmarks.speculation.measured import (
+    MAX_FRAME_ROWS,
     Answered,
     Guess,
     acceptance_by_depth,
@@ -166,7 +167,8 @@ def _tree_model(
     noted = swarm.noted["tree"]
     guesses = {answer.prompt: guesses_of(answer.tokens, noted[answer.prompt].asked) for answer in tree}
     every: list[Guess] = [guess for each in guesses.values() for guess in each.values()]
-    passes = [each for note in noted for each in note.passes]
+    # Frames, and not prompts, whose many rows would bend the line.
+    passes = [(rows, stages) for note in noted for rows, stages in note.passes if rows <= MAX_FRAME_ROWS]
     lines = [line_through((rows, stages[stage]) for rows, stages in passes) for stage in range(NUM_STAGES)]
     drafts = [each for note in noted for each in note.drafts]
     draft_s, draft_path_s = line_through(drafts) if drafts else (0.0, 0.0)  # none where all went on as plain decode
