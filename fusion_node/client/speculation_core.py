@@ -99,8 +99,8 @@ BUSY_SHARE = 0.75
 """Of a row's price that a node must be worth: of what a row costs while nobody else waits, and of what it costs others
 beyond that. The first is small because most rows fill passes that would have been made anyway: at four times of it the
 speed of one user falls by 5 %; it grows up to all of the price as a frame's rows take more of the ring latency, since
-on near stages whose time goes by rows, with poor guesses, all of it brings 1.13 times plain decode and a quarter 0.97. Less of the second has 48 users of a ring send three times the rows, for no more
-tokens."""
+on near stages whose time goes by rows, with poor guesses, all of it brings 1.13 times plain decode and a quarter 0.97.
+Less of the second has 48 users of a ring send three times the rows, for no more tokens."""
 
 DRAFT_SHARE = 0.2
 """Of the probability from which on nodes are sent, that they must have to be drafted from: they become five times as
@@ -366,6 +366,8 @@ class SpeculationCore:
         """Seconds that drafting may still take in plain decode."""
         self._choosing_since: MonotonicS | None = None
         self._choose_s = 0.0
+        self._row_s = 0.0
+        """By how much a row has delayed the frame that it was in; a running mean."""
         self._passes: list[_TimeByRows] = []
         self._prices: list[float] = []
         self._least_prices: list[float] = []
@@ -670,7 +672,8 @@ class SpeculationCore:
         stats = self.stats
         stats.price_s = sum(self._prices) + self._uplink_row_s
         draft_s = self._draft_time.predict(1)
-        self._policy.costs_are(StepCosts(stats.price_s, self._pass_s(1), self._choose_s, draft_s))
+        price_s = max(stats.price_s, min(self._row_s, len(costs) * MAX_PRICE_S))
+        self._policy.costs_are(StepCosts(price_s, self._pass_s(1), self._choose_s, draft_s))
         sent = self._frames.pop(sequence, None)
         if sent is None:
             return  # the prompt's, which says nothing of how long a frame takes
@@ -679,7 +682,19 @@ class SpeculationCore:
         took = now - sent.sent_at
         stats.latency_s = took if not stats.latency_s else stats.latency_s + _WEIGHT * (took - stats.latency_s)
         if sent.is_alone and self._decision.mode is not Mode.PLAIN:
-            self._policy.plain_step(max(took / 2, took - (sent.num_rows - 1) * stats.price_s) + self._choose_s)
+            self._note_alone(sent.num_rows, took)
+
+    def _note_alone(self, num_rows: int, took: float) -> None:
+        """A frame that met no other of this session: a plain step, or what its rows cost beyond one.
+
+        Stages tell the slope of their times over many rows; on a CPU the second row alone may cost twice that.
+        """
+        plain_s = self._policy.plain_s
+        if num_rows == 1 or plain_s is None:
+            self._policy.plain_step(max(took / 2, took - (num_rows - 1) * self.stats.price_s) + self._choose_s)
+        else:
+            extra_s = (took + self._choose_s - plain_s) / (num_rows - 1)
+            self._row_s = max(0.0, self._row_s + _WEIGHT * (extra_s - self._row_s))
 
     # sending
 
