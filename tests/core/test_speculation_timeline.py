@@ -11,16 +11,21 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from benchmarks.speculation.oracle import OracleDrafter, OracleText
 from benchmarks.speculation.ring import Costs, World
 from fusion_node.cli import speculation_view
+from fusion_node.cli.main import app
+from fusion_node.client.generation import GenerationStats
 from fusion_node.client.speculation import SpeculationReport
 from fusion_node.client.speculation_core import SpeculationCore
 from fusion_node.client.speculation_timeline import MAX_DEPTH, MAX_SAMPLES, SPAN_S, DepthCount, TimelineRecorder, Totals
 from fusion_node.errors import ConfigError
+from fusion_node.gateway.openai_schema import SpeculationUsage
+from fusion_node.gateway.server import usage_of
 from fusion_node.types import MonotonicS
-from scheduler.speculation import Mode, ModePolicy
+from scheduler.speculation import MAX_CHAIN, Mode, ModePolicy
 
 
 def totals(num_tokens: int, mode: str = "tree") -> Totals:
@@ -121,7 +126,7 @@ def test_modes_are_told_apart() -> None:
     assert modes(Mode.PLAIN) == ({"plain"}, 1)
     names, in_flight = modes(Mode.CHAIN)
     assert "chain" in names
-    assert 1 < in_flight < 16
+    assert 1 < in_flight <= MAX_CHAIN + 1
 
 
 # shown to people
@@ -159,6 +164,22 @@ def test_picture_that_cannot_be_drawn_is_refused_before_an_answer(tmp_path: Path
         speculation_view.check_plot(tmp_path / "guesses.xls")
     with pytest.raises(ConfigError, match="no folder"):
         speculation_view.check_plot(tmp_path / "nowhere" / "guesses.svg")
+
+
+def test_picture_of_an_answer_without_guesses_is_refused(tmp_path: Path) -> None:
+    words = ["generate", "smollm2-135m", "hello", "--speculation-plot", str(tmp_path / "guesses.png")]
+    error = CliRunner().invoke(app, words).exception
+    assert isinstance(error, ConfigError)
+    assert "add --speculate auto" in str(error)
+
+
+def test_usage_of_the_gateway_has_the_counts_by_depth_and_not_the_timeline(report: SpeculationReport) -> None:
+    told = usage_of(GenerationStats(speculation=report)).fusion.speculation
+    assert isinstance(told, SpeculationUsage)
+    assert [(each.guessed, each.right) for each in told.by_depth] == [
+        (each.num_guessed, each.num_right) for each in report.by_depth
+    ]
+    assert len(msgspec.json.encode(told)) < 1000
 
 
 def test_no_token_is_in_what_is_told() -> None:
