@@ -7,8 +7,8 @@ Guarantees: at most one peer is measured per timer, every EAGER_S until ENOUGH w
 that could not be reached is left alone for BACK_OFF_S, doubling, and so is a host at which BAD_PLACE in a row were not.
 Of neighbours, the NUM_NEAR that seem nearest are measured again and again; every third measurement goes to anybody by
 chance, so that a swarm of any size costs the same and no claim of a coordinate can keep others from being measured.
-Bandwidth is measured with PROBE_PEERS peers, PROBE_AFTER_S or more apart, then once in PROBE_AGAIN_S; with whom that
-failed, only when it did with all others.
+Bandwidth is measured with PROBE_PEERS peers, PROBE_AFTER_S or more apart, neighbours first, then once in PROBE_AGAIN_S;
+nobody is asked more often than that, and with whom it failed, only when there is nobody else.
 
 Assumes: the shell reports every measurement that it was told to make, as done or failed, before the next timer or soon
 after. ``now`` is monotonic seconds.
@@ -70,8 +70,9 @@ PROBE_AFTER_S, PROBE_AGAIN_S = 60.0, 6 * 3600.0
 """Between the first probes of bandwidth, and between those after. One takes up to 4.5 MiB."""
 
 PROBE_RETRY_S = 600.0
-"""At most, after one that failed: PROBE_AFTER_S after the first in a row, and twice as long after each further one.
-Most often the other node is busy, and the next one is asked; else our own line is down, or everybody's."""
+"""At most, after one that failed while nothing is known of the line, and else PROBE_AGAIN_S: PROBE_AFTER_S after the
+first, and twice as long after each further one. Most often the other node is busy, and the next one is asked; else our
+own line is down, or everybody's."""
 
 PROBE_PEERS = 3
 """Of whose measurements the middle one counts: a liar or a slow line among them does not."""
@@ -123,6 +124,16 @@ class _Place:
     not_before: float = float("-inf")
 
 
+@dataclass(frozen=True, slots=True)
+class _Rate:
+    """How fast our line is by a measurement with a peer, and when that was."""
+
+    peer: PeerId
+    up_Bps: float
+    down_Bps: float
+    at: float
+
+
 class SurveyorCore:
     """See the head of this file.
 
@@ -136,14 +147,15 @@ class SurveyorCore:
         self._seen: dict[PeerId, Seen] = {}
         self._known: dict[PeerId, _Known] = {}
         self._places: dict[str, _Place] = {}
-        self._rates: deque[tuple[PeerId, float, float]] = deque(maxlen=PROBE_PEERS)
+        self._rates: deque[_Rate] = deque(maxlen=PROBE_PEERS)
+        """The oldest is first."""
         self._num_measured = 0
         self._num_chosen = 0
         self._next_at = now + FIRST_AFTER_S
         self._probe_at = now + rng.uniform(FIRST_PROBE_S, LAST_FIRST_PROBE_S)
         self._probing: PeerId | None = None
         self._failed_with: list[PeerId] = []
-        """Probes in a row that failed."""
+        """Probes that failed, but for those with whom it succeeded since."""
 
     @property
     def coordinate(self) -> Coordinate:
@@ -153,12 +165,12 @@ class SurveyorCore:
     @property
     def up_Bps(self) -> float | None:
         """How fast its line sends, by what those that received have timed; None before the first."""
-        return self._middle([up for _, up, _ in self._rates])
+        return self._middle([rate.up_Bps for rate in self._rates])
 
     @property
     def down_Bps(self) -> float | None:
         """How fast its line receives; None before the first."""
-        return self._middle([down for _, _, down in self._rates])
+        return self._middle([rate.down_Bps for rate in self._rates])
 
     def announced(self, *, now: float) -> list[tuple[PeerId, float]]:
         """Round trips to neighbours for the record, in seconds, the nearest first."""
@@ -235,29 +247,31 @@ class SurveyorCore:
         """
         if not is_idle or not self.is_probe_due(now=now):
             return None
-        tried = {peer for peer, _, _ in self._rates}
-        near = self._reachable(lambda each: each.is_neighbour) or self._reachable(lambda each: True)
-        if not near:
+        places = [*self._reachable(lambda each: each.is_neighbour), *self._reachable(lambda each: not each.is_neighbour)]
+        rated = [rate.peer for rate in self._rates]
+        old = [rate.peer for rate in self._rates if now - rate.at >= PROBE_AGAIN_S and rate.peer in places]
+        waiting = [peer for peer in places if peer not in rated]
+        willing = [peer for peer in waiting if peer not in self._failed_with]
+        if not (waiting or old):
             return None
         self._probe_at = now + PROBE_RETRY_S
-        willing = [peer for peer in near if peer not in self._failed_with] or near
-        fresh = [peer for peer in willing if peer not in tried]
-        self._probing = self._rng.choice((fresh or willing)[:NUM_NEAR])
+        neighbours = [peer for peer in willing if self._seen[peer].is_neighbour]
+        self._probing = self._rng.choice((neighbours or willing or old[:1] or waiting)[:NUM_NEAR])
         return self._probing
 
     def probed(self, peer: PeerId, up_Bps: float, down_Bps: float, *, now: float) -> None:
         """Bandwidth was measured: to the peer, by its clock; from it, by ours."""
         if not (up_Bps > 0.0 and down_Bps > 0.0):
-            return
-        self._failed_with.clear()
-        self._rates = deque((each for each in self._rates if each[0] != peer), maxlen=PROBE_PEERS)
-        self._rates.append((peer, min(up_Bps, MAX_Bps), min(down_Bps, MAX_Bps)))
-        is_enough = len(self._rates) >= min(PROBE_PEERS, len(self._seen))
-        self._probe_at = now + (PROBE_AGAIN_S if is_enough else PROBE_AFTER_S) * self._rng.uniform(1.0, 1.5)
+            return self.probe_failed(now=now)
+        self._failed_with = [each for each in self._failed_with if each != peer] if self._rates else []
+        self._rates = deque((each for each in self._rates if each.peer != peer), maxlen=PROBE_PEERS)
+        self._rates.append(_Rate(peer, min(up_Bps, MAX_Bps), min(down_Bps, MAX_Bps), now))
+        after_s = PROBE_AGAIN_S if len(self._rates) >= PROBE_PEERS else PROBE_AFTER_S
+        self._probe_at = now + after_s * self._rng.uniform(1.0, 1.5)
 
     def probe_failed(self, *, now: float) -> None:
         """It could not be measured."""
-        retry_s = min(PROBE_AFTER_S * 2.0 ** len(self._failed_with), PROBE_RETRY_S)
+        retry_s = min(PROBE_AFTER_S * 2.0 ** len(self._failed_with), PROBE_AGAIN_S if self._rates else PROBE_RETRY_S)
         self._probe_at = now + retry_s * self._rng.uniform(1.0, 1.5)
         if self._probing is not None:
             self._failed_with = [*self._failed_with, self._probing][-NUM_NEAR:]

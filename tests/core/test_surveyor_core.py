@@ -271,6 +271,62 @@ def test_after_a_probe_that_succeeded_one_that_fails_is_made_again_soon() -> Non
     assert core.to_probe(now=now + 1.5 * PROBE_AFTER_S, is_idle=True) is not None
 
 
+def probes_of_a_day(core: SurveyorCore, rates_Bps: Callable[[PeerId], float | None]) -> list[PeerId]:
+    """With whom the bandwidth was measured, at the rates that are given for each; None: it fails."""
+    asked = []
+    for now in range(0, 24 * 3600, 10):
+        peer = core.to_probe(now=float(now), is_idle=True)
+        if peer is None:
+            continue
+        asked.append(peer)
+        rate_Bps = rates_Bps(peer)
+        if rate_Bps is None:
+            core.probe_failed(now=float(now))
+        else:
+            core.probed(peer, rate_Bps, rate_Bps, now=float(now))
+    return asked
+
+
+@pytest.mark.parametrize("others", [("a",), ("a", "b"), ("a", "b", "c")])
+def test_one_with_whom_it_always_fails_has_the_others_not_measured_again_and_again(others: tuple[str, ...]) -> None:
+    core = reached("bad", *others)
+    asked = Counter(probes_of_a_day(core, lambda peer: None if peer == "bad" else 1e6))
+
+    assert sum(asked.values()) <= 24, asked
+    assert min(asked[PeerId(peer)] for peer in others) >= 1
+    assert core.up_Bps == 1e6
+
+
+def test_beside_a_single_neighbour_the_line_is_measured_with_others_and_then_rarely() -> None:
+    core = reached("neighbour")
+    core.saw([seen("neighbour"), seen("x", is_neighbour=False), seen("y", is_neighbour=False)], now=0.0)
+    core.measured(PeerId("x"), 0.01, now=0.0)
+    core.measured(PeerId("y"), 0.01, now=0.0)
+    asked = probes_of_a_day(core, lambda peer: 1e6)
+
+    assert asked[0] == "neighbour"
+    assert set(asked[:PROBE_PEERS]) == {"neighbour", "x", "y"}
+    assert len(asked) <= PROBE_PEERS + 24 * 3600 / PROBE_AGAIN_S
+
+
+def test_when_the_only_neighbour_fails_the_line_is_measured_with_others() -> None:
+    core = reached("neighbour")
+    core.saw([seen("neighbour"), seen("x", is_neighbour=False)], now=0.0)
+    core.measured(PeerId("x"), 0.01, now=0.0)
+    probes_of_a_day(core, lambda peer: None if peer == "neighbour" else 1e6)
+
+    assert core.up_Bps == 1e6
+
+
+@pytest.mark.parametrize("rate_Bps", [0.0, -1.0, math.nan])
+def test_a_rate_that_no_line_has_is_a_failure(rate_Bps: float) -> None:
+    core = reached("liar", "a")
+    asked = Counter(probes_of_a_day(core, lambda peer: rate_Bps if peer == "liar" else 1e6))
+
+    assert core.up_Bps == 1e6
+    assert asked[PeerId("liar")] <= 24
+
+
 def test_one_liar_among_those_that_timed_our_line_does_not_count() -> None:
     core = SurveyorCore(random.Random(10), now=0.0)
     assert core.up_Bps is None
