@@ -22,7 +22,7 @@ together with this node is not known here.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -247,7 +247,7 @@ class SurveyorCore:
         """
         if not is_idle or not self.is_probe_due(now=now):
             return None
-        places = [*self._reachable(lambda each: each.is_neighbour), *self._reachable(lambda each: not each.is_neighbour)]
+        places = self._reachable()
         rated = [rate.peer for rate in self._rates]
         old = [rate.peer for rate in self._rates if now - rate.at >= PROBE_AGAIN_S and rate.peer in places]
         waiting = [peer for peer in places if peer not in rated]
@@ -262,7 +262,8 @@ class SurveyorCore:
     def probed(self, peer: PeerId, up_Bps: float, down_Bps: float, *, now: float) -> None:
         """Bandwidth was measured: to the peer, by its clock; from it, by ours."""
         if not (up_Bps > 0.0 and down_Bps > 0.0):
-            return self.probe_failed(now=now)
+            self.probe_failed(now=now)
+            return
         self._failed_with = [each for each in self._failed_with if each != peer] if self._rates else []
         self._rates = deque((each for each in self._rates if each.peer != peer), maxlen=PROBE_PEERS)
         self._rates.append(_Rate(peer, min(up_Bps, MAX_Bps), min(down_Bps, MAX_Bps), now))
@@ -307,15 +308,12 @@ class SurveyorCore:
             return UNKNOWN_S
         return self.coordinate.distance(seen.coordinate)
 
-    def _reachable(self, wanted: Callable[[Seen], bool]) -> list[PeerId]:
+    def _reachable(self) -> list[PeerId]:
         """Those that were measured and are still there, the nearest first."""
         found = [
             (known.round_trip_s, peer)
             for peer, known in self._known.items()
-            if known.round_trip_s is not None
-            and known.num_failures == 0
-            and peer in self._seen
-            and wanted(self._seen[peer])
+            if known.round_trip_s is not None and known.num_failures == 0 and peer in self._seen
         ]
         return [peer for _, peer in sorted(found)]
 
