@@ -8,6 +8,7 @@ Shapes: T rows, D hidden size.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -48,8 +49,9 @@ class TapTensors:
         self._rows = tuple(rows)
         self._wire_dtype = wire_dtype
         self._row_bytes = TensorMeta(wire_dtype, 1, row_size).num_bytes
-        self._out = {layer: bytearray(self._row_bytes * len(self._rows)) for layer in self._layers}
-        self._lacks = {layer: set(range(len(self._rows))) for layer in self._layers}
+        self._out: dict[int, bytearray] = {}
+        """Made when the first rows of a layer come: a step that waits for the device has none."""
+        self._has: dict[int, set[int]] = {}
 
     def of(self, start: int, stop: int) -> Tapped | None:
         """What to take of a call with the live rows ``[start, stop)``; None: nothing."""
@@ -63,25 +65,32 @@ class TapTensors:
         """
         first = next(place for place, row in enumerate(self._rows) if row >= start)
         for layer, rows_TD in tapped.found.items():
-            places = range(first, first + len(rows_TD))
+            places, has = range(first, first + len(rows_TD)), self._has.setdefault(layer, set())
             try:
                 _, encoded = encode_rows(rows_TD, self._wire_dtype)
             except RowsNotFinite:
-                self._lacks[layer].update(places)
+                has.difference_update(places)
                 continue
-            self._out[layer][first * self._row_bytes : places.stop * self._row_bytes] = encoded
-            self._lacks[layer].difference_update(places)
+            out = self._out.get(layer)
+            if out is None:
+                out = self._out[layer] = bytearray(self._row_bytes * len(self._rows))
+            out[first * self._row_bytes : places.stop * self._row_bytes] = encoded
+            has.update(places)
 
     def payloads(self) -> list[tuple[int, memoryview]]:
         """By layer what goes out, of those of which everything is there."""
-        return [(layer, memoryview(self._out[layer])) for layer in self._layers if not self._lacks[layer]]
+        whole = [layer for layer in self._layers if len(self._has.get(layer, ())) == len(self._rows)]
+        return [(layer, memoryview(self._out[layer])) for layer in whole]
 
 
 @contextmanager
 def tapping(
     modules: Mapping[int, torch.nn.Module], wishes: Sequence[tuple[Tapped, int]], layers: Collection[int]
 ) -> Iterator[None]:
-    """Fills ``Tapped.found`` in the calls of a model within.
+    """Fills ``Tapped.found`` in the calls of a model within, by this thread.
+
+    A forward that is still running when its node goes over to other layers shares modules with what comes after it,
+    and rows of one user are not to be taken for another's.
 
     Args:
         modules: by layer, what puts out the rows after so many layers.
@@ -92,13 +101,16 @@ def tapping(
         for layer in layers:
             of_layer = [wish for wish in wishes if layer in wish[0].layers]
             if of_layer:
-                stack.enter_context(modules[layer].register_forward_hook(partial(_take, layer, of_layer)))
+                hook = partial(_take, layer, of_layer, threading.get_ident())
+                stack.enter_context(modules[layer].register_forward_hook(hook))
         yield
 
 
 def _take(
-    layer: int, wishes: Sequence[tuple[Tapped, int]], module: torch.nn.Module, arguments: Any, output: Any
+    layer: int, wishes: Sequence[tuple[Tapped, int]], thread: int, module: torch.nn.Module, arguments: Any, output: Any
 ) -> None:
+    if threading.get_ident() != thread:
+        return
     hidden_1TD: torch.Tensor = output[0] if isinstance(output, tuple) else output
     for tapped, start in wishes:
         index = torch.tensor([start + row for row in tapped.rows], device=hidden_1TD.device)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,10 +15,10 @@ from fusion_node.engine.numerics import numerics_class
 from fusion_node.engine.session_log_core import SessionLog, StepRows
 from fusion_node.engine.shard_engine import ShardEngine
 from fusion_node.engine.stage import Stage
-from fusion_node.engine.taps import Tapped, TapTensors
+from fusion_node.engine.taps import Tapped, TapTensors, tapping
 from fusion_node.engine.tensor_codec import decode_rows
 from fusion_node.types import LayerRange
-from p2p.messages import TensorMeta
+from p2p.messages import MAX_TAPPED_NODES, MAX_TAPS, TensorMeta
 from tests.engine.tiny import TinyModel, tiny_model
 
 CPU = torch.device("cpu")
@@ -128,3 +130,27 @@ def test_layer_that_the_encoding_cannot_hold_is_left_out_and_the_others_are_not(
     tapped.found.update({2: torch.full((1, 4), 1e6), 5: torch.ones(1, 4)})
     tensors.keep(0, tapped)
     assert [layer for layer, _ in tensors.payloads()] == [5]
+
+
+def test_step_that_waits_for_the_device_takes_no_memory_for_what_will_be_tapped() -> None:
+    """Its user would have eight times as much kept here as it sends, and steps of thousands of rows may wait."""
+    row_size = 8192
+    tracemalloc.start()
+    try:
+        waiting = [TapTensors(range(1, MAX_TAPS + 1), range(MAX_TAPPED_NODES), row_size, "f16") for _ in range(4)]
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(waiting) == 4
+    assert held < MAX_TAPPED_NODES * 2 * row_size, "less than the rows of one layer of one of them"
+
+
+def test_rows_of_a_call_on_another_thread_are_not_taken() -> None:
+    """A forward that goes on when its node goes over to other layers shares modules with those that come after it."""
+    layer, tapped = torch.nn.Identity(), Tapped((1,), (0, 2))
+    ours_1TD = torch.arange(12.0).view(1, 3, 4)
+    with tapping({1: layer}, [(tapped, 0)], (1,)), ThreadPoolExecutor(1) as other:
+        layer(ours_1TD)
+        other.submit(layer, -ours_1TD).result()
+        other.submit(layer, torch.zeros(1, 1, 4)).result()
+    assert torch.equal(tapped.found[1], ours_1TD[0, [0, 2]])
