@@ -70,6 +70,10 @@ class HeldText:
         held = [token for verified, _ in self._held for token in verified.tokens]
         return self._drafting.propose([(*held, *path) for path in paths] if held else paths, width)
 
+    def finish(self) -> None:
+        """The answer is over: what is held back is told."""
+        self._tell(len(self._held))
+
     def _num_ready(self) -> int:
         """Tokens up to the last whose taps are there."""
         ready = [index for index, (_, taps) in enumerate(self._held, 1) if taps is not None and taps.is_complete]

@@ -548,6 +548,7 @@ class SwarmClient:
         finally:
             answer.is_kept = shell.is_kept
             work.stats.speculation = SpeculationReport.of(speculation)
+            shell.text.finish()
             drafting.close()
             if self._prefixes is not None:
                 policy.paused()

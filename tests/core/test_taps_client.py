@@ -270,6 +270,17 @@ async def test_nothing_is_held_where_no_taps_can_be_had_and_a_bad_row_counts_as_
     assert notes.asked == [[(7,)]]
 
 
+async def test_what_is_held_back_at_the_end_of_an_answer_is_told() -> None:
+    """Later answers are guessed from earlier ones, to their end."""
+    notes = Notes()
+    text, complete = HeldText(notes, decode), node_taps()
+    text.extend(Verified([10]), complete, are_sent=True)
+    text.extend(Verified([11]), node_taps(1), are_sent=True)
+    complete.rows.update(node_taps(3, 4).rows)
+    text.finish()
+    assert notes.told == [(10, 3.0), (11, None)]
+
+
 # which nodes are asked for
 
 
