@@ -66,17 +66,22 @@ _log = structlog.get_logger(__name__)
 
 
 def route(message: AnyMessage, payload: Payload) -> tuple[int, bytes | None]:
-    """The lane that a message belongs to, and what it must stay in order with."""
+    """The lane that a message belongs to, and what it must stay in order with.
+
+    Rows that nobody waits for stand before no result and no step, and none follows them into their lane.
+    """
     if isinstance(message, _WITH_ROWS):
         if len(payload) <= MAX_DECODE_PAYLOAD_BYTES and message.tensor.num_rows <= MAX_DECODE_ROWS:
             return _DECODE, message.session
         return _PREFILL, message.session
+    if isinstance(message, StepTaps):
+        return _PREFILL, None
     if isinstance(message, BandwidthProbe):
         return _BULK, None
     return _CONTROL, getattr(message, "session", None)
 
 
-_WITH_ROWS = (Step, StepResult, StepTaps)
+_WITH_ROWS = (Step, StepResult)
 _CONTROL, _DECODE, _PREFILL, _BULK = map(int, Lane)  # reading a member from its class is slow in Python 3.11
 
 

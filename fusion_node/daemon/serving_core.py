@@ -276,7 +276,8 @@ class Serving:
         self._backlog_bytes = backlog_bytes
         self._commands: deque[Command] = deque()
         self._unsent: dict[Session, Counter[PeerId]] = {}
-        """Bytes of rows that are handed on again and have not left yet: the backlog of no link knows of them."""
+        """Bytes of rows that are handed on again, and of taps, that have not left yet: the backlog of no link knows of
+        them."""
         self._waiting_for_link: dict[Session, None] = {}
         """With orders that wait until less is under way to the next stage."""
         self.retry_at: MonotonicS | None = None
@@ -320,13 +321,13 @@ class Serving:
     def rows_left(self, command: SendRows) -> None:
         """The rows of that command are with the link to that peer now, or will not be sent."""
         unsent = self._unsent.get(command.session)
-        if command.is_repeated and unsent is not None:
+        if unsent is not None and (command.is_repeated or isinstance(command.message, StepTaps)):
             unsent[command.peer] -= command.message.tensor.num_bytes
             if not any(unsent.values()):
                 del self._unsent[command.session]
 
     def unsent_bytes(self, peer: PeerId) -> int:
-        """Of rows that are handed on to a peer again, and that its link has not got yet."""
+        """Of rows that are handed on to a peer again, or that a user is sent beside, and that its link has not got."""
         return sum(unsent[peer] for unsent in self._unsent.values())
 
     def send_failed(self, session: Session, peer: PeerId, reason: str, *, now: MonotonicS) -> None:
@@ -499,12 +500,13 @@ class Serving:
         session, message = step.session, step.message
         nodes = tuple(step.rows.nodes[row] for row in tap.rows)
         tensor = TensorMeta(step.encoding, len(nodes), self._row_size)
-        if self._backlog_bytes(session.user) > MAX_TAP_BACKLOG_BYTES:
+        if self._backlog_bytes(session.user) + self.unsent_bytes(session.user) > MAX_TAP_BACKLOG_BYTES:
             self.counters["taps_left_out"] += len(taps) * len(nodes)
             return
         self.counters["taps"] += len(taps) * len(nodes)
         for layer, rows in taps:
             beside = StepTaps(session.key, message.epoch, message.sequence, layer, nodes, tensor)
+            self._unsent.setdefault(session, Counter())[session.user] += tensor.num_bytes
             self._commands.append(SendRows(session, session.user, beside, rows))
 
     def _note_computed(self, step: ServedStep) -> None:

@@ -6,9 +6,24 @@ import pytest
 
 from fusion_node.daemon.taps_core import MAX_TAP_BACKLOG_BYTES
 from fusion_node.types import PeerId
-from p2p.messages import Cancel, OpenSession, SessionOpened, SessionRefused, StageTiming, Step, StepResult, StepTaps
+from p2p.connection import route
+from p2p.messages import (
+    Cancel,
+    CloseSession,
+    OpenSession,
+    SessionOpened,
+    SessionRefused,
+    StageTiming,
+    Step,
+    StepResult,
+    StepTaps,
+    TensorMeta,
+    decode_message,
+    encode_message,
+)
 from p2p.records import Plan
-from tests.core.serving_world import KEY, Node, entry, plan_of, tap_of
+from p2p.transfer_core import Transfer
+from tests.core.serving_world import KEY, ROW_BYTES, Node, entry, plan_of, tap_of
 from tests.core.test_serving_core import OTHER, USER, feed, rows_of, session_of, three
 
 
@@ -134,6 +149,44 @@ def test_taps_are_left_out_while_much_waits_for_the_user_and_steps_are_not() -> 
     nodes[0].backlog = 0
     feed(nodes[0], plan, entry(plan, 1, 1, 1, tap=b"\x01"))
     assert len(taps(nodes[0])) == 1
+
+
+def test_rows_that_are_still_being_compressed_wait_for_the_user_as_well() -> None:
+    nodes = three()
+    plan = open_tapped(nodes[0], nodes, 1, 2)
+    nodes[0].backlog = MAX_TAP_BACKLOG_BYTES - ROW_BYTES
+    nodes[0].holds_back = True
+    for position in range(3):
+        feed(nodes[0], plan, entry(plan, position, position, 1, tap=b"\x01"))
+    assert [message.sequence for _, message, _ in taps(nodes[0])] == [0, 0]
+    assert nodes[0].core.unsent_bytes(USER) == 2 * ROW_BYTES
+    nodes[0].let_go()
+    assert not nodes[0].core.unsent_bytes(USER)
+    feed(nodes[0], plan, entry(plan, 3, 3, 1, tap=b"\x01"))
+    assert len(taps(nodes[0])) == 2
+    nodes[0].receive(USER, CloseSession(KEY, 0))  # what is not sent any more is not waited for either
+    assert not nodes[0].core.unsent_bytes(USER)
+
+
+def test_result_does_not_wait_for_taps_on_its_link() -> None:
+    tensor = TensorMeta("f32", 64, 1024)
+    beside = StepTaps(KEY, 0, 0, 1, tuple(range(1, 65)), tensor)
+    result = StepResult(KEY, 0, 1, (65,), TensorMeta("f32", 1, 1024), ())
+    node, user = Transfer(), Transfer()
+    position = user.begin_link()
+    node.resume(*user.tell())
+    arrived = []
+    for message in (beside, result):
+        rows = bytes(message.tensor.num_bytes)
+        lane, key = route(message, rows)
+        node.queue(lane, key, encode_message(message), rows)
+        segment = node.next_segment()  # of the rows of a layer, the first only: they are under way
+        while segment is not None:
+            frame = user.receive(position, segment)
+            if frame is not None:
+                arrived.append(decode_message(frame).message)
+            segment = node.next_segment() if message is result else None
+    assert arrived == [result, beside]
 
 
 def test_stranger_cannot_have_rows_sent_to_itself() -> None:
