@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-GRACE_S = 1.0
-"""What the others have at least, once one has answered: a few round trips around the world, one through a relay."""
+GRACE_S = 2.0
+"""What the others have at least, once one has answered, be it a stranger next door that answers at once with nothing.
+Five round trips around the world, of 0.3 s and more: so many a link takes that has to be made first (TCP, the upgrade,
+the handshake, Hello, and a ping), and about as many a request with a long answer over a connection that was idle."""
 
 GRACE_TIMES = 4.0
 """Of what the first answer took, if that is more: on a busy machine all of them are slow."""
@@ -16,13 +18,18 @@ F = TypeVar("F", bound="asyncio.Future[Any]")
 
 
 async def first_answers(
-    waiting: Iterable[F], *, timeout_s: float, is_answer: Callable[[F], bool] = lambda future: True
+    waiting: Iterable[F],
+    *,
+    timeout_s: float,
+    is_answer: Callable[[F], bool] = lambda future: True,
+    grace_s: float = GRACE_S,
 ) -> set[F]:
     """Waits until all of these are done, or until those that are not have had their time.
 
     Args:
         timeout_s: for all of them, as long as none has answered.
         is_answer: whether one that is done has answered: a failure says nothing of how long an answer takes.
+        grace_s: see GRACE_S.
 
     Returns:
         Those that are not done, which go on.
@@ -35,5 +42,5 @@ async def first_answers(
         done, pending = await asyncio.wait(pending, timeout=left_s, return_when=until)
         if not has_answer and any(is_answer(each) for each in done):
             has_answer, now = True, loop.time()
-            deadline = min(deadline, now + max(GRACE_S, GRACE_TIMES * (now - began)))
+            deadline = min(deadline, now + max(grace_s, GRACE_TIMES * (now - began)))
     return pending

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -85,6 +85,8 @@ ASSIGN_TIMEOUT_S = 15.0
 MAX_MEASURED = 64
 """Nodes that one look at the swarm connects to. How far the others are, network coordinates predict."""
 
+_CLOSED = "the connection to the swarm was closed here"
+
 log = structlog.get_logger(__name__)
 
 SessionHandler = Callable[[PeerId, AnyMessage, memoryview], None]
@@ -121,6 +123,26 @@ def _hosts(peers: Sequence[str]) -> list[str]:
         return [address.host for address in parse_bootstrap(peers, now=UnixS(time.time()))]
     except ConfigError:
         return []
+
+
+def _has_answered(task: asyncio.Task[MeasuredNode]) -> bool:
+    return not task.cancelled() and task.exception() is None and task.result().round_trip_s is not None
+
+
+def _answers(measuring: Mapping[asyncio.Task[MeasuredNode], NodeRecord]) -> list[MeasuredNode]:
+    """What is known by now of each of those that are being measured.
+
+    Raises:
+        NoPeers: the connection was closed meanwhile.
+    """
+    if any(task.cancelled() for task in measuring):
+        raise NoPeers(_CLOSED)
+    return [
+        task.result()
+        if task.done()
+        else MeasuredNode(record, None, f"node {short(PeerId(record.peer))} has not answered yet")
+        for task, record in measuring.items()
+    ]
 
 
 class SwarmConnection:
@@ -218,7 +240,7 @@ class SwarmConnection:
 
     async def aclose(self) -> None:
         """Leaves the swarm. What still waits for an answer ends with NoPeers."""
-        error = NoPeers("the connection to the swarm was closed here")
+        error = NoPeers(_CLOSED)
         for _, on_lost in list(self._sessions.values()):
             on_lost(None, error)
         for _, future in list(self._status.values()):
@@ -287,51 +309,50 @@ class SwarmConnection:
             on_late: called with whoever answers when this has returned, which is then a while after the first have
                 answered (p2p.first_answers). None waits for everybody.
             first_s: how long the first may take to answer, before this returns without any.
+
+        Raises:
+            NoPeers: the connection was closed meanwhile.
         """
-        rng, nodes = secrets.SystemRandom(), list[MeasuredNode]()
+        rng, measuring = secrets.SystemRandom(), dict[asyncio.Task[MeasuredNode], NodeRecord]()
         if len(records) > MAX_MEASURED and self.coordinate is None:
             # Who is near, we know only once we know where we are.
-            nodes = await self._measure_all(rng.sample(records, MAX_MEASURED // 2), doubtful, on_late, first_s)
-            self._locate(nodes, rng)
-            measured = {node.peer for node in nodes}
+            first = rng.sample(records, MAX_MEASURED // 2)
+            measuring = await self._measure_all(first, doubtful, on_late is not None, first_s)
+            self._locate(_answers(measuring), rng)
+            measured = {record.peer for record in first}
             records = [record for record in records if record.peer not in measured]
-        chosen = choose_to_measure(records, self.coordinate, MAX_MEASURED - len(nodes), rng)
-        nodes += await self._measure_all(chosen, doubtful, on_late, first_s)
+        chosen = choose_to_measure(records, self.coordinate, MAX_MEASURED - len(measuring), rng)
+        measuring |= await self._measure_all(chosen, doubtful, on_late is not None, first_s)
+        for task in measuring:
+            if on_late is not None and not task.done():
+                task.add_done_callback(partial(self._measured_late, on_late))
+        nodes = _answers(measuring)
         self._locate(nodes, rng)
         return nodes
 
     async def _measure_all(
-        self,
-        records: Sequence[NodeRecord],
-        doubtful: Collection[PeerId],
-        on_late: Callable[[MeasuredNode], None] | None,
-        first_s: float,
-    ) -> list[MeasuredNode]:
-        if on_late is None:
-            return list(await asyncio.gather(*(self._measure(record) for record in records)))
+        self, records: Sequence[NodeRecord], doubtful: Collection[PeerId], leaves_late: bool, first_s: float
+    ) -> dict[asyncio.Task[MeasuredNode], NodeRecord]:
+        """All of these under way, or done: those that are late only if they may be left."""
         measuring = {asyncio.create_task(self._measure(record)): record for record in records}
         self._measuring |= measuring.keys()
         for task in measuring:
             task.add_done_callback(self._measured)
         waited_for = {task for task, record in measuring.items() if record.peer not in doubtful} or measuring.keys()
         try:
-            await first_answers(
-                waited_for,
-                timeout_s=first_s,
-                is_answer=lambda task: task.result().round_trip_s is not None,
-            )
+            if leaves_late:
+                await first_answers(
+                    waited_for,
+                    timeout_s=first_s,
+                    is_answer=_has_answered,
+                )
+            elif measuring:
+                await asyncio.wait(measuring)
         except asyncio.CancelledError:
             for task in measuring:
                 task.cancel()
             raise
-        nodes = []
-        for task, record in measuring.items():
-            if task.done():
-                nodes.append(task.result())
-            else:
-                nodes.append(MeasuredNode(record, None, f"node {short(PeerId(record.peer))} has not answered yet"))
-                task.add_done_callback(partial(self._measured_late, on_late))
-        return nodes
+        return measuring
 
     def _measured(self, task: asyncio.Task[MeasuredNode]) -> None:
         self._measuring.discard(task)
@@ -339,8 +360,16 @@ class SwarmConnection:
             task.exception()  # whoever still waits has it; nobody may
 
     def _measured_late(self, on_late: Callable[[MeasuredNode], None], task: asyncio.Task[MeasuredNode]) -> None:
-        if not task.cancelled() and task.exception() is None:
+        if task.cancelled():
+            return
+        error = task.exception()
+        if error is None:
             on_late(task.result())
+        elif isinstance(error, FusionError):
+            log.debug("a node was not measured", reason=str(error))
+        else:
+            context = {"message": "a node could not be measured", "exception": error, "task": task}
+            asyncio.get_running_loop().call_exception_handler(context)
 
     def _locate(self, nodes: Sequence[MeasuredNode], rng: Random) -> None:
         known = [

@@ -4,6 +4,8 @@ What is planned with: the user's own round trips and rates, what nodes say of th
 coordinates for the rest (fusion_node.client.topology); speeds as nodes claim them, corrected by what rounds really took
 (scheduler.claims). A route never holds a node that was not measured: one that the planner chose by its coordinate is
 measured, and then it is planned again.
+
+Above 600 lines: routes, patches and alternates are planned with the same look at the swarm, which all answers share.
 """
 
 from __future__ import annotations
@@ -114,11 +116,11 @@ class Look:
     coordinate: Coordinate | None = None
 
     def add(self, nodes: Iterable[MeasuredNode]) -> None:
-        self.nodes |= {node.peer: node for node in nodes}
-
-    def add_late(self, node: MeasuredNode) -> None:
-        """One that answered when the look was over."""
-        self.nodes[node.peer] = node
+        """What was measured of nodes; of one that is measured twice at a time, the success counts."""
+        for node in nodes:
+            known = self.nodes.get(node.peer)
+            if node.round_trip_s is not None or known is None or known.round_trip_s is None:
+                self.nodes[node.peer] = node
 
     @property
     def reached(self) -> dict[PeerId, MeasuredNode]:
@@ -199,8 +201,11 @@ class Router:
         """Something was measured that is not in the file."""
         self._measured = {each.peer for each in self._claims.measurements(time.monotonic())}
         self._avoid: dict[PeerId, float] = {}
+        self._silent: set[PeerId] = set()
+        """Who was measured to the end of its time and did not answer, and has not since."""
         self._look = Look()
         self._look_until = 0.0
+        self._refreshing = asyncio.Lock()
         self._legs: SwarmTopology | None = None
 
     def can_go_on(self, planned: Planned) -> bool:
@@ -375,10 +380,16 @@ class Router:
     async def refresh(self) -> None:
         """Looks around, and measures whom it finds, so that ``patch`` and ``alternates`` know the swarm as it is now.
 
+        Where another answer did so a moment ago, or is about to, that does: many answers look no more often than one.
+
         Raises:
             NoPeers: nobody of the swarm can be reached.
         """
-        await self._look_around()
+        async with self._refreshing:
+            if time.monotonic() >= self._look_until:
+                await self._look_around()
+                return
+        await self.take_news()
 
     async def take_news(self, *, without: Collection[PeerId] = ()) -> bool:
         """Measures those of whom a record has come since the last look: nodes tell of themselves when they come.
@@ -396,7 +407,8 @@ class Router:
         look.records |= news
         wanted = self._wanted(look) & news.keys()
         records = [news[peer] for peer in wanted]
-        look.add(await self._connection.measure(records, on_late=look.add_late, first_s=GRACE_S))
+        on_late = partial(self._add_late, look)
+        look.add(await self._connection.measure(records, doubtful=self._doubtful(), on_late=on_late, first_s=GRACE_S))
         return bool(wanted)
 
     # inside
@@ -452,8 +464,8 @@ class Router:
         look.add(
             await self._connection.measure(
                 [record for peer, record in look.records.items() if peer in wanted],
-                doubtful=self._failed(),
-                on_late=None if is_patient else look.add_late,
+                doubtful=self._doubtful(),
+                on_late=None if is_patient else partial(self._add_late, look),
             )
         )
         look.coordinate = self._connection.coordinate
@@ -464,6 +476,18 @@ class Router:
         """Who refused, or could not be reached, a moment ago."""
         now = time.monotonic()
         return frozenset(peer for peer, until in self._avoid.items() if until > now)
+
+    def _doubtful(self) -> frozenset[PeerId]:
+        """For whose answer nobody waits if others answer."""
+        links = self._connection.links
+        self._silent = {peer for peer in self._silent & self._look.records.keys() if not links.is_connected(peer)}
+        return self._failed() | self._silent
+
+    def _add_late(self, look: Look, node: MeasuredNode) -> None:
+        """What came of one that had not answered when the look was over."""
+        look.add([node])
+        if node.round_trip_s is None:
+            self._silent.add(node.peer)
 
     def _wanted(self, look: Look) -> set[PeerId]:
         """Who may serve. Nobody else is dialled, and least of all whom the user's rules reject."""

@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 import pytest
 
 from fusion_node.cli.plan import WIDTH, in_words
-from fusion_node.client.connection import MAX_MEASURED, SwarmConnection
+from fusion_node.client.connection import MAX_MEASURED, MeasuredNode, SwarmConnection
 from fusion_node.client.plan_view import PlanView, view_of
 from fusion_node.client.routing import Planned, Router
 from fusion_node.client.user_rules import UserRules
-from fusion_node.errors import NoRoute, PeerUnreachable
+from fusion_node.errors import NoPeers, NoRoute, PeerUnreachable
 from fusion_node.store import StoredModel
 from fusion_node.types import ModelId, PeerId
 from p2p.discovery import DiscoveryConfig
+from p2p.first_answers import GRACE_S
 from p2p.identity import Identity
 from p2p.links import LinkPool
 from p2p.memory import MemoryNetwork, MemoryWorld
 from p2p.memory_discovery import MemoryDiscovery, World
 from p2p.records import PROTOCOL_VERSION, CoordinateRecord, NodeRecord, ShardRecord, sign_record
 from p2p.seam import Link
+from p2p.virtual_time import VirtualTimeLoop
 from scheduler.plans import Objective, Reason
 
 MODEL = ModelId("ab" * 32)
@@ -110,17 +112,21 @@ class UserNetwork(MemoryNetwork):
     Attributes:
         held: addresses at which nobody answers before the event is set.
         given_up: those that were dialled in vain for as long as that was to take.
+        seconds_to: how long the dial of an address takes.
     """
 
     def __init__(self, world: MemoryWorld, identity: Identity) -> None:
         super().__init__(world, identity, "user")
         self.held: dict[str, asyncio.Event] = {}
         self.given_up: list[str] = []
+        self.seconds_to: Callable[[str], float] = lambda address: 0.0
 
     async def dial(self, address: str, *, expect: PeerId | None, timeout_s: float) -> Link:
         try:
             if address in self.held:
                 await self.held[address].wait()
+            if (seconds := self.seconds_to(address)) > 0.0:
+                await asyncio.sleep(seconds)
             return await super().dial(address, expect=expect, timeout_s=timeout_s)
         except asyncio.CancelledError:
             self.given_up.append(address)
@@ -177,6 +183,15 @@ class Swarm:
 async def swarm() -> AsyncIterator[Swarm]:
     async with AsyncExitStack() as stack:
         yield Swarm(stack)
+
+
+def in_virtual_time(test: Callable[[Swarm], Coroutine[None, None, None]]) -> None:
+    async def run() -> None:
+        async with AsyncExitStack() as stack:
+            await test(Swarm(stack))
+
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        runner.run(run())
 
 
 def places(planned: Planned) -> list[tuple[PeerId, str]]:
@@ -395,21 +410,21 @@ async def test_patch_finds_a_node_that_came_after_the_last_look(swarm: Swarm) ->
     assert lost.peer not in {peer for peer, _ in patched.places}
 
 
-async def test_route_is_not_kept_waiting_by_a_node_that_does_not_answer_and_that_is_planned_with_when_it_does(
-    swarm: Swarm,
-) -> None:
-    there, late = await swarm.node(shard(0, 12, 9.0)), await swarm.node(shard(0, 12))
-    router = await swarm.router()
-    swarm.user.held[late.address] = asyncio.Event()
-    planned = await router.route(64)
-    assert places(planned) == [(there.peer, "0:12")]
-    assert not swarm.user.given_up, "it was waited for as long as a dial may take"
-    assert await router.alternates(planned, 64) == ((),)
-    swarm.user.held[late.address].set()
-    async with asyncio.timeout(PATIENCE_S):
-        while await router.alternates(planned, 64) == ((),):  # noqa: ASYNC110 - its dial tells nobody
-            await asyncio.sleep(0)
-    assert places(await router.route(64)) == [(late.peer, "0:12")]
+def test_route_is_not_kept_waiting_by_a_node_that_does_not_answer_and_that_is_planned_with_when_it_does() -> None:
+    async def test(swarm: Swarm) -> None:
+        there, late = await swarm.node(shard(0, 12, 9.0)), await swarm.node(shard(0, 12))
+        router = await swarm.router()
+        swarm.user.held[late.address] = asyncio.Event()
+        planned = await router.route(64)
+        assert places(planned) == [(there.peer, "0:12")]
+        assert not swarm.user.given_up, "it was waited for as long as a dial may take"
+        assert await router.alternates(planned, 64) == ((),)
+        swarm.user.held[late.address].set()
+        await asyncio.sleep(1.0)
+        assert await router.alternates(planned, 64) != ((),)
+        assert places(await router.route(64)) == [(late.peer, "0:12")]
+
+    in_virtual_time(test)
 
 
 async def test_who_can_only_be_reached_slowly_is_waited_for_where_nobody_else_serves(swarm: Swarm) -> None:
@@ -422,6 +437,112 @@ async def test_who_can_only_be_reached_slowly_is_waited_for_where_nobody_else_se
     swarm.user.held[slow.address].set()
     async with asyncio.timeout(PATIENCE_S):
         assert places(await search) == [(slow.peer, "0:6"), (other.peer, "6:12")]
+
+
+def test_one_that_answers_at_once_does_not_keep_out_who_is_a_continent_away() -> None:
+    async def test(swarm: Swarm) -> None:
+        near, far = await swarm.node(shard(0, 12, 500.0)), await swarm.node(shard(0, 12))
+        router = await swarm.router()
+        # TCP, the upgrade, the handshake, Hello and the first ping, at 300 ms each.
+        swarm.user.seconds_to = {near.address: 0.0, far.address: 5 * 0.3}.__getitem__
+        assert places(await router.route(64)) == [(far.peer, "0:12")]
+
+    in_virtual_time(test)
+
+
+def test_look_does_not_wait_again_for_one_that_did_not_answer_to_its_end() -> None:
+    async def test(swarm: Swarm) -> None:
+        there, frozen = await swarm.node(shard(0, 12)), await swarm.node(shard(0, 12))
+        router = await swarm.router()
+        swarm.user.held[frozen.address] = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        await router.route(64)
+        await asyncio.sleep(PATIENCE_S)
+        router.note_failure(PeerUnreachable(PeerId("somebody else"), ""))
+        began = loop.time()
+        await router.route(64)
+        assert loop.time() - began < 0.1
+        swarm.user.held[frozen.address].set()
+        await asyncio.sleep(PATIENCE_S)
+        planned = await router.route(64, avoid_peers=[there.peer])
+        assert places(planned) == [(frozen.peer, "0:12")]
+
+    in_virtual_time(test)
+
+
+def test_among_many_nodes_who_answers_while_others_are_measured_counts_as_measured() -> None:
+    async def test(swarm: Swarm) -> None:
+        for _ in range(MAX_MEASURED + 6):
+            await swarm.node(shard(0, 12))
+        await swarm.router()
+        dialled: list[str] = []
+
+        def seconds_to(address: str) -> float:
+            dialled.append(address)
+            return {2: 1.5 * GRACE_S, MAX_MEASURED // 2 + 2: 3 * GRACE_S}.get(len(dialled), 0.0)
+
+        swarm.user.seconds_to = seconds_to
+        found: dict[PeerId, MeasuredNode] = {}
+        records = await swarm.connection.find(MODEL)
+        nodes = await swarm.connection.measure(records, on_late=lambda node: found.update({node.peer: node}))
+        found.update({node.peer: node for node in nodes})
+        late = next(node for node in swarm.nodes if node.address == dialled[1])
+        assert found[late.peer].round_trip_s is not None
+
+    in_virtual_time(test)
+
+
+async def test_fault_of_ours_is_not_swallowed_when_nobody_waits_for_the_measurement_any_more(swarm: Swarm) -> None:
+    there, late = await swarm.node(shard(0, 12)), await swarm.node(shard(0, 12))
+    await swarm.router()
+    loop, held, told = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    loop.set_exception_handler(lambda loop, context: told.set())
+    connect = swarm.connection.links.connect
+
+    async def connect_or_fail(peer: PeerId, addresses: Sequence[str], *, timeout_s: float) -> None:
+        if peer == late.peer:
+            await held.wait()
+            raise RuntimeError("ours")
+        await connect(peer, addresses, timeout_s=timeout_s)
+
+    swarm.connection.links.connect = connect_or_fail  # type: ignore[method-assign]
+    records = await swarm.connection.find(MODEL)
+    nodes = await swarm.connection.measure(records, doubtful=[late.peer], on_late=lambda node: None)
+    assert {node.peer for node in nodes if node.round_trip_s is not None} == {there.peer}
+    held.set()
+    async with asyncio.timeout(PATIENCE_S):
+        await told.wait()
+
+
+async def test_search_for_a_route_ends_when_the_connection_is_closed(swarm: Swarm) -> None:
+    await swarm.node(shard(0, 6))
+    slow = await swarm.node(shard(6, 12))
+    router = await swarm.router()
+    dialled = asyncio.Event()
+    swarm.user.held[slow.address] = asyncio.Event()
+    swarm.user.seconds_to = lambda address: float(dialled.set() or 0.0)
+    search = asyncio.create_task(router.route(64))
+    await dialled.wait()
+    await swarm.connection.aclose()
+    with pytest.raises(NoPeers):
+        await search
+
+
+async def test_answers_that_lack_alternates_share_their_looks(swarm: Swarm) -> None:
+    await swarm.node(shard(0, 12))
+    router = await swarm.router()
+    find, num_finds = swarm.connection.find, 0
+
+    async def counted(*arguments: Any, **named: Any) -> list[NodeRecord]:
+        nonlocal num_finds
+        num_finds += 1
+        await asyncio.sleep(0)
+        return await find(*arguments, **named)
+
+    swarm.connection.find = counted  # type: ignore[method-assign]
+    await router.route(64)
+    await asyncio.gather(*(router.refresh() for _ in range(20)))
+    assert num_finds == 1, "the route was looked for a moment ago"
 
 
 async def test_patch_is_made_with_a_node_that_has_told_of_itself_without_another_look(swarm: Swarm) -> None:
