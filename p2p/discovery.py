@@ -19,6 +19,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -46,7 +47,7 @@ from p2p.control import (
     IncomingStream,
     RelayLimits,
 )
-from p2p.first_answers import GRACE_S, first_answers
+from p2p.first_answers import first_answers
 from p2p.gate import PeerGate
 from p2p.identity import Identity, short
 from p2p.invite import Invite, parse_bootstrap
@@ -84,8 +85,9 @@ ANSWER_TIMEOUT_S = 9.0
 """For the answer of a further protocol: less than the asker's connection waits (REQUEST_TIMEOUT_S of the adapter)."""
 
 LOOKUP_TIMEOUT_S = 15.0
-"""Of one in the DHT. ``find`` waits no longer for it than for peers that do not answer; the next ``find`` has its
-results."""
+LOOKUP_GRACE_S = 1.0
+"""How much longer ``find`` waits for the DHT when a connected peer has answered. The look-up goes on; the next ``find``
+has its results."""
 
 WITHDRAW_TIMEOUT_S = 1.5
 MAX_PARALLEL = 8
@@ -292,6 +294,8 @@ class Discovery:
         """So that puzzles take one core at most."""
         self._waiting_for: dict[int, asyncio.Future[bool]] = {}
         """By token of what was asked: whether there was an answer."""
+        self._doubtful: set[int] = set()
+        """Tokens of what was asked of those who have not answered when they were last asked, or never yet."""
         self._timer: asyncio.TimerHandle | None = None
         self._lookups: dict[ModelId | None, asyncio.Task[None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -481,12 +485,17 @@ class Discovery:
         lookup = self._lookup(model_id)
         tokens = self._core.pull(model_id, self._moment())
         self._pump()
-        asked: set[asyncio.Future[bool]] = {self._waiting_for[token] for token in tokens if token in self._waiting_for}
-        pending: set[asyncio.Future[Any]] = await first_answers(
-            {*asked, lookup},
-            timeout_s=min(deadline - loop.time(), GRACE_S + EXCHANGE_TIMEOUT_S * bool(asked)),
+        waiting = {token: self._waiting_for[token] for token in tokens if token in self._waiting_for}
+        asked: set[asyncio.Future[bool]] = set(waiting.values())
+        sure = {each for token, each in waiting.items() if token not in self._doubtful} or asked
+        wait_for = partial(
+            first_answers,
+            timeout_s=min(deadline - loop.time(), LOOKUP_GRACE_S + EXCHANGE_TIMEOUT_S * bool(asked)),
             is_answer=lambda each: each in asked and each.result(),
         )
+        both: set[asyncio.Future[Any]] = {*sure, lookup}
+        await asyncio.gather(wait_for(sure), wait_for(both, grace_s=LOOKUP_GRACE_S))
+        pending: set[asyncio.Future[Any]] = {each for each in both | asked if not each.done()}
         while pending and (left_s := deadline - loop.time()) > 0.0:
             if self._exchange.serving(model_id, now=self._now()):
                 break
@@ -620,6 +629,8 @@ class Discovery:
                 case Ask():
                     assert self._loop is not None  # noqa: S101  # nothing is asked before the start
                     self._waiting_for[command.token] = self._loop.create_future()
+                    if not command.is_sure:
+                        self._doubtful.add(command.token)
                     self._spawn(self._ask(command))
                 case Dial():
                     self._spawn(self._dial(command))
@@ -677,6 +688,7 @@ class Discovery:
             else:
                 log.debug("peer %s gave no answer: %s", short(ask.peer), why)
                 self._core.not_answered(ask.token, silence, why, self._moment())
+            self._doubtful.discard(ask.token)
             waiting = self._waiting_for.pop(ask.token)
             if not waiting.done():
                 waiting.set_result(answer is not None)
@@ -780,6 +792,7 @@ class Discovery:
         under_way = self._lookups.get(model_id)
         if under_way is None or under_way.done():
             under_way = self._spawn(self._look_up(model_id))
+            under_way.add_done_callback(_looked_up)
             self._lookups[model_id] = under_way
         return under_way
 
@@ -877,6 +890,16 @@ class Discovery:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+def _looked_up(lookup: asyncio.Task[None]) -> None:
+    """Whoever still waits learns that the host is down; if nobody does, only faults of ours are told of."""
+    error = None if lookup.cancelled() else lookup.exception()
+    if isinstance(error, FusionError):
+        log.debug("a look-up in the DHT ended early: %s", error)
+    elif error is not None:
+        context = {"message": "a look-up in the DHT failed", "exception": error, "task": lookup}
+        lookup.get_loop().call_exception_handler(context)
 
 
 def _tell(listeners: Sequence[Callable[..., None]], *arguments: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
@@ -15,10 +16,10 @@ import msgspec
 import pytest
 
 from fusion_node.errors import NoPeers, PeerError, PeerUnreachable
-from fusion_node.types import PeerId, UnixS
+from fusion_node.types import ModelId, PeerId, UnixS
 from p2p.addresses import PeerAddress
 from p2p.bridge import Runner
-from p2p.control import SENDER, ControlNode, FoundPeer, HostHooks
+from p2p.control import SENDER, ControlNode, ControlPlaneDown, FoundPeer, HostHooks
 from p2p.discovery import Discovery, DiscoveryConfig, record_key
 from p2p.identity import Identity
 from p2p.puzzle import NONCE_BYTES, OF_A_STRANGER, PuzzleChecker
@@ -257,6 +258,41 @@ async def test_look_up_waits_for_those_who_answer_and_not_for_one_that_has_froze
         (found,) = await user.find(None, timeout_s=PATIENCE_S)
         assert found.peer == SECOND.peer_id
         assert world.num_given_up == 0, "it waited until the question was given up"
+
+
+async def test_look_up_does_not_wait_for_one_that_has_not_answered_yet_or_when_it_was_last_asked() -> None:
+    world = World()
+    world.add(FIRST, record_of(SECOND))
+    async with user_of(world) as user:
+        await user.wait_for_peer(PATIENCE_S)
+        world.add(SECOND)
+        world.silent.add(SECOND.peer_id)
+        user._on_connection(SECOND.peer_id, True)
+        await until(lambda: user.num_peers == 2)
+        look = asyncio.create_task(user.find(None, timeout_s=PATIENCE_S))
+        for _ in range(1000):  # turns of the loop, in which everything happens but the passing of time
+            await asyncio.sleep(0)
+        assert look.done()
+
+
+async def test_look_up_in_the_dht_that_fails_when_nobody_waits_for_it_is_no_fault_of_ours() -> None:
+    world, told = World(), list[dict[str, Any]]()
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context))
+    world.add(FIRST, record_of(SECOND))
+    async with user_of(world) as user:
+        await user.wait_for_peer(PATIENCE_S)
+        ends = asyncio.Event()
+
+        async def look_up(model_id: ModelId | None) -> None:
+            await ends.wait()
+            raise ControlPlaneDown("the thread has stopped")
+
+        user._look_up = look_up  # type: ignore[method-assign]
+        assert await user.find(None, timeout_s=0.1)
+        ends.set()
+        await asyncio.wait({user._lookups.pop(None)})
+    gc.collect()
+    assert not told
 
 
 def paid_record_of(identity: Identity) -> bytes:
