@@ -541,7 +541,9 @@ class Router:
             else:
                 unmeasured = [stage.peer for stage in answer.route if stage.peer not in look.nodes]
                 if unmeasured:
-                    look.add(await self._connection.measure([look.records[peer] for peer in unmeasured]))
+                    records = [look.records[peer] for peer in unmeasured]
+                    on_late = None if is_explained else partial(self._add_late, look)
+                    look.add(await self._connection.measure(records, on_late=on_late, first_s=GRACE_S))
                     continue
                 found = Planned(tuple((look.nodes[each.peer], each.layers) for each in answer.route), answer)
             rejections = (*answer.rejections, *self._beside(look))

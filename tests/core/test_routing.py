@@ -628,6 +628,24 @@ async def test_of_a_large_swarm_a_part_is_measured_and_no_route_leads_over_the_r
     assert told.coordinate_error is not None
 
 
+async def test_who_was_chosen_unmeasured_and_does_not_answer_is_left_like_any_other(swarm: Swarm) -> None:
+    slow, fast = await swarm.node(shard(0, 12, 5000.0)), await swarm.node(shard(0, 12, 1.0))
+    router = await swarm.router()
+    measure, may_leave = swarm.connection.measure, dict[PeerId, bool]()
+
+    async def watched(
+        records: Sequence[NodeRecord], *, on_late: Callable[[MeasuredNode], None] | None = None, **named: Any
+    ) -> list[MeasuredNode]:
+        if len(records) > 1:  # as in a swarm that is too large to be measured
+            return await measure([each for each in records if each.peer == slow.peer], on_late=on_late, **named)
+        may_leave[PeerId(records[0].peer)] = on_late is not None
+        return [MeasuredNode(records[0], None, "it has not answered yet")]
+
+    swarm.connection.measure = watched  # type: ignore[method-assign]
+    assert places(await router.route(64)) == [(slow.peer, "0:12")]
+    assert may_leave == {fast.peer: True}
+
+
 async def test_plan_is_readable_in_eighty_columns_and_hides_no_control_character(swarm: Swarm) -> None:
     await swarm.node(shard(0, 6), operator="anna\x1b[31m", region="eu\u202ewest", device="gpu\x07" + "x" * 80)
     await swarm.node(shard(6, 12, 9.0, queue_s=0.004), price=0.25)
