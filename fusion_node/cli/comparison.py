@@ -7,6 +7,7 @@ the second answer is not guessed from the first.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,20 +24,26 @@ if TYPE_CHECKING:
 
 PLAIN = "plain decode"
 
+SPEED_AFTER_S = 0.5
+"""From the first piece on, before a speed is told: guesses that are right come several at once."""
+
 
 @dataclass(slots=True)
-class _Column:
+class Column:
     """One answer as far as it has come."""
 
     title: str
     text: Text = field(default_factory=Text)
     stats: GenerationStats | None = None
-    first_at: float | None = None
     is_over: bool = False
+    clock: Callable[[], float] = time.perf_counter
+    first: tuple[float, int] | None = None
+    """When the first piece came, and with how many tokens: several of them may come at once."""
 
     def took(self, piece: str) -> None:
         self.text.append(piece)
-        self.first_at = self.first_at or time.perf_counter()
+        if self.first is None and self.stats is not None:
+            self.first = self.clock(), self.stats.completion_tokens
 
     def numbers(self) -> Text:
         """What is known of its speed so far."""
@@ -54,14 +61,16 @@ class _Column:
         return lines
 
     def _speed_so_far(self, num_tokens: int) -> float | None:
-        if self.first_at is None or num_tokens < 2:
+        if self.first is None:
             return None
-        return (num_tokens - 1) / (time.perf_counter() - self.first_at)
+        began, num_first = self.first
+        elapsed_s = self.clock() - began
+        return (num_tokens - num_first) / elapsed_s if elapsed_s >= SPEED_AFTER_S else None
 
 
 @dataclass(frozen=True, slots=True)
 class _SideBySide:
-    columns: tuple[_Column, ...]
+    columns: tuple[Column, ...]
 
     def __rich__(self) -> Table:
         grid = Table.grid(expand=True, padding=(0, 3, 0, 0))
@@ -118,7 +127,7 @@ async def compare(
     console: Console, prompt: str, params: SamplingParams, plain: SwarmClient, speculative: SwarmClient, *, mode: str
 ) -> Comparison:
     """Asks both, one after the other, and shows both answers as they come."""
-    columns = _Column(PLAIN), _Column(f"with speculation ({mode})")
+    columns = Column(PLAIN), Column(f"with speculation ({mode})")
     answers = []
     with Live(_SideBySide(columns), console=console, refresh_per_second=8, vertical_overflow="visible"):
         for column, swarm in zip(columns, (plain, speculative), strict=True):

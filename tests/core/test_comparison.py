@@ -11,7 +11,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from fusion_node.cli import demo
-from fusion_node.cli.comparison import Comparison, compare
+from fusion_node.cli.comparison import Column, Comparison, compare
 from fusion_node.cli.local_swarm import emulation_options
 from fusion_node.cli.main import app
 from fusion_node.cli.options import emulated_line
@@ -63,6 +63,18 @@ async def test_equal_answers_are_shown_beside_each_other_with_their_speeds() -> 
     assert "2.0 tokens/s" in shown
     assert "5.0 tokens/s" in shown
     assert "2.50×" in comparison.verdict()
+
+
+def test_speed_of_an_answer_on_its_way_is_not_that_of_the_tokens_that_came_at_once() -> None:
+    now = [100.0]
+    column = Column("", clock=lambda: now[0], stats=GenerationStats(prompt_tokens=3, seed=1))
+    assert column.stats is not None
+    column.stats.completion_tokens = 5
+    column.took("hello")
+    now[0] += 0.0001
+    assert column.numbers().plain.startswith("–")
+    now[0], column.stats.completion_tokens = 102.0, 25
+    assert column.numbers().plain.startswith("10.0 tokens/s")
 
 
 async def test_second_question_is_asked_when_the_first_is_answered() -> None:
