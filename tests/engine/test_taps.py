@@ -154,3 +154,16 @@ def test_rows_of_a_call_on_another_thread_are_not_taken() -> None:
         other.submit(layer, -ours_1TD).result()
         other.submit(layer, torch.zeros(1, 1, 4)).result()
     assert torch.equal(tapped.found[1], ours_1TD[0, [0, 2]])
+
+
+def test_rows_of_all_sessions_of_a_call_are_copied_at_once() -> None:
+    """On a GPU each copy of indices waits for what is computed, and dozens of sessions may be tapped together."""
+    layer, hidden_1TD = torch.nn.Identity(), torch.arange(28.0).view(1, 7, 4)
+    wishes = [(Tapped((1,), (0, 2)), 0), (Tapped((1,), (1,)), 3), (Tapped((2,), (0,)), 5)]
+    with tapping({1: layer}, wishes, (1,)):
+        layer(hidden_1TD)
+    first, second, other = (tapped.found for tapped, _ in wishes)
+    assert torch.equal(first[1], hidden_1TD[0, [0, 2]])
+    assert torch.equal(second[1], hidden_1TD[0, [4]])
+    assert not other
+    assert first[1].untyped_storage().data_ptr() == second[1].untyped_storage().data_ptr()
