@@ -18,7 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 from fusion_node.client.answer import Returned
-from fusion_node.client.drafters.recycling import most_probable
 from fusion_node.client.sampling import SamplingParams, choose_token
 from fusion_node.client.speculative_answer import Chosen, ReturnedRow, RowUnfit
 from fusion_node.engine.boundary import Boundary
@@ -94,8 +93,8 @@ class RowChooser:
             for each, logits in zip(rows[1:], logits_TV[1:], strict=True):
                 each.of.logits[each.index] = logits
         token = choose_token(logits_V, self._params, seed=self._seed, position=position, seen=self._all_ids)
-        ids_1K, probabilities_1K = most_probable(logits_V[None])
-        return Chosen(Verified([token], row_D.float().numpy()[None], None, ids_1K, probabilities_1K))
+        # What else was probable is looked for by the drafter that wants it, while the token is on its way.
+        return Chosen(Verified([token], row_D.float().numpy()[None], logits_TV=logits_V[None]))
 
     def _decoded(self, row: ReturnedRow) -> Any:
         """A row of a message as a tensor ``[D]``."""

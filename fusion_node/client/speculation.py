@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fusion_node.client.drafters.recycling import RecyclingDrafter, RecyclingTable
 from fusion_node.client.drafters.suffix import SuffixCorpus, SuffixDrafter
@@ -30,6 +30,8 @@ MODES: dict[str, tuple[Mode, ...]] = {
 TREE_POSITIONS = 256
 """KV that an answer reserves beyond its own positions, for what is on its way on a guess: as many rows as are in flight
 at round trips of 100 ms. A short answer reserves no more than twice what it is long."""
+
+T = TypeVar("T")
 
 MakeDrafter = Callable[[int], Drafter]
 """Makes a drafter of one answer, which has at most so many positions with its prompt; called on the drafting thread."""
@@ -139,24 +141,28 @@ class Drafts:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
+_Found = list[list[Candidate]] | None
+
+
 class Proposed:
     """Candidates that were asked for, once awaited: a coroutine would only ask then.
 
     Args:
-        future: None: the client was closed.
+        handed: comes when the thread was told, with what it will have found; None: the client was closed.
     """
 
-    def __init__(self, future: Future[list[list[Candidate]] | None] | None) -> None:
-        self._future = future
+    def __init__(self, handed: asyncio.Future[Future[_Found] | None]) -> None:
+        self._handed = handed
 
-    def __await__(self) -> Generator[Any, None, list[list[Candidate]] | None]:
+    def __await__(self) -> Generator[Any, None, _Found]:
         return self._wait().__await__()
 
-    async def _wait(self) -> list[list[Candidate]] | None:
-        if self._future is None:
+    async def _wait(self) -> _Found:
+        future = await self._handed
+        if future is None:
             raise NoPeers("the client was closed while it answered")
         try:
-            return await asyncio.wrap_future(self._future)
+            return await asyncio.wrap_future(future)
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
@@ -165,7 +171,11 @@ class Proposed:
 
 
 class AnswerDrafts:
-    """The drafters of one answer (fusion_node.client.speculative_answer.Drafting)."""
+    """The drafters of one answer (fusion_node.client.speculative_answer.Drafting).
+
+    What they are to do is handed to their thread when the event loop has finished what it is at: a thread that wakes
+    takes the interpreter from the one that is about to send a frame. Use from the event loop.
+    """
 
     def __init__(
         self,
@@ -177,31 +187,50 @@ class AnswerDrafts:
     ) -> None:
         self._executor = executor
         self._mixed = mixed
+        self._loop = asyncio.get_running_loop()
+        self._waiting: list[Callable[[], object]] = []
+        """Each hands something to the thread."""
         for make in makers:
             self._submit(partial(mixed.add, make))
         self._submit(partial(mixed.begin, prompt, noise))
 
     def extend(self, verified: Verified) -> None:
         """See Drafting."""
-        self._submit(partial(self._mixed.extend, verified))
+        self._put_off(partial(self._submit, partial(self._mixed.extend, verified)))
 
     def propose(self, paths: Sequence[Sequence[int]], width: int) -> Proposed:
         """See Drafting."""
-        try:
-            return Proposed(self._executor.submit(self._propose, paths, width))
-        except RuntimeError:
-            return Proposed(None)
+        handed: asyncio.Future[Future[_Found] | None] = self._loop.create_future()
+
+        def hand() -> None:
+            future = self._submit(partial(self._propose, paths, width))
+            if not handed.done():
+                handed.set_result(future)
+
+        self._put_off(hand)
+        return Proposed(handed)
 
     def close(self) -> None:
         """The answer is over."""
+        self._hand_over()
         self._submit(self._mixed.close)
 
-    def _propose(self, paths: Sequence[Sequence[int]], width: int) -> list[list[Candidate]] | None:
+    def _propose(self, paths: Sequence[Sequence[int]], width: int) -> _Found:
         found = self._mixed.propose(paths, width)
         return found if self._mixed.names else None
 
-    def _submit(self, work: Callable[[], None]) -> None:
+    def _put_off(self, hand: Callable[[], object]) -> None:
+        self._waiting.append(hand)
+        if len(self._waiting) == 1:
+            self._loop.call_soon(self._hand_over)
+
+    def _hand_over(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for hand in waiting:
+            hand()
+
+    def _submit(self, work: Callable[[], T]) -> Future[T] | None:
         try:
-            self._executor.submit(work)
+            return self._executor.submit(work)
         except RuntimeError:
-            return  # the client was closed: nobody asks for a draft any more
+            return None  # the client was closed: nobody asks for a draft any more

@@ -28,6 +28,7 @@ class Verified:
         taps_TLD: rows after the layers that ``tap_layers`` names; None when they did not come.
         top_ids_TK: the K most probable tokens of each choice, best first; the chosen one need not be among them.
         top_probabilities_TK: theirs, by a softmax at temperature 1.
+        logits_TV: that each was chosen from, for who wants to know the most probable ones; None when not at hand.
         tap_layers: at least those that a drafter has asked for: n is the row after n layers.
     """
 
@@ -37,6 +38,7 @@ class Verified:
     top_ids_TK: npt.NDArray[np.int32] | None = field(default=None, repr=False)
     top_probabilities_TK: npt.NDArray[np.float32] | None = field(default=None, repr=False)
     tap_layers: tuple[int, ...] = ()
+    logits_TV: npt.NDArray[np.float32] | None = field(default=None, repr=False)
 
 
 class SharedNoise(Protocol):

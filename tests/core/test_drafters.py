@@ -131,6 +131,20 @@ def test_table_is_bounded_and_knows_no_token_beyond_the_vocabulary(
     assert table.num_bytes == before == vocabulary * 48
 
 
+def test_what_else_was_probable_is_read_off_the_logits_where_nobody_has_done_so() -> None:
+    logits = np.random.default_rng(1).normal(0, 2, (2, 300)).astype(np.float32)
+    ids, probabilities = most_probable(logits, NUM_KEPT)
+    tables = RecyclingTable(300), RecyclingTable(300)
+    told = Verified([5, 6], logits_TV=logits), Verified([5, 6], top_ids_TK=ids, top_probabilities_TK=probabilities)
+    for table, verified in zip(tables, told, strict=True):
+        drafter = RecyclingDrafter(table)
+        drafter.begin([4])
+        drafter.extend(verified)
+    for one, other in zip(*(table.successors([4, 5]) for table in tables), strict=True):
+        assert np.array_equal(one, other)
+        assert one.any()
+
+
 def test_noise_of_the_position_puts_the_token_first_that_it_will_choose() -> None:
     rng, vocabulary = np.random.default_rng(0), 64
     logits = rng.normal(0, 2, vocabulary).astype(np.float32)

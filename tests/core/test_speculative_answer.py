@@ -7,7 +7,7 @@ import itertools
 import random
 import threading
 from collections.abc import Sequence
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from hypothesis import example, given, settings
@@ -283,6 +283,33 @@ async def test_candidates_are_those_for_the_text_as_it_was_when_they_were_asked_
     assert await answer.propose([()], 8)
     assert drafter.calls == ["begin", "propose", "extend", "propose"]
     drafts.close()
+
+
+async def test_the_drafting_thread_is_woken_when_frames_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that wakes before takes the interpreter from the loop that is about to send them."""
+    drafter = Waits()
+    drafter.may_answer.set()
+    drafts = Drafts(100, [lambda _: drafter])
+    answer = drafts.begin([1, 2], None, 10)
+    assert await answer.propose([()], 8)
+    woken: list[bool] = []
+    submit, is_sent = drafts._executor.submit, False
+
+    def noted(*work: Any) -> Any:
+        woken.append(is_sent)
+        return submit(*work)
+
+    monkeypatch.setattr(drafts._executor, "submit", noted)
+    answer.extend(Verified([3]))
+    proposed = answer.propose([()], 8)
+    is_sent = True
+    assert await proposed
+    assert woken == [True, True]
+    assert drafter.calls == ["begin", "propose", "extend", "propose"]
+    answer.extend(Verified([4]))
+    answer.close()
+    drafts._executor.shutdown()
+    assert drafter.calls[4:] == ["extend"]
 
 
 async def test_a_drafter_that_cannot_be_made_is_left_out_and_none_is_made_on_the_event_loop() -> None:

@@ -128,6 +128,8 @@ class RecyclingDrafter:
     def extend(self, verified: Verified) -> None:
         """See Drafter."""
         ids_TK, probabilities_TK = verified.top_ids_TK, verified.top_probabilities_TK
+        if ids_TK is None and verified.logits_TV is not None:
+            ids_TK, probabilities_TK = most_probable(verified.logits_TV)
         for index, token in enumerate(verified.tokens):
             if self._last is not None:
                 if ids_TK is not None and probabilities_TK is not None:
