@@ -114,6 +114,6 @@ def _take(
     hidden_1TD: torch.Tensor = output[0] if isinstance(output, tuple) else output
     # All at once, because on a GPU each copy of indices waits for what is computed.
     rows = torch.tensor([start + row for tapped, start in wishes for row in tapped.rows], device=hidden_1TD.device)
-    parts = hidden_1TD[0].index_select(0, rows).split([len(tapped.rows) for tapped, _ in wishes])
+    parts = torch.split(hidden_1TD[0].index_select(0, rows), [len(tapped.rows) for tapped, _ in wishes])
     for (tapped, _), part_TD in zip(wishes, parts, strict=True):
         tapped.found[layer] = part_TD
