@@ -50,6 +50,10 @@ NODES_FRESH_S = 10.0
 """How long an answer may be planned with nodes that were found for an earlier one, while all their links hold: half of
 what a record is old on average. A node that is full by now refuses, and the next plan looks anew."""
 
+NEWS_S = 1.0
+"""How long those who have just told of themselves may all stay silent before it goes on without them, as with a look,
+which waits for the same dials: whoever makes itself known at an address where nobody is must not hold patches up."""
+
 AVOID_S = 30.0
 """How long a node that refused or could not be reached is left out of plans that can do without it."""
 
@@ -408,7 +412,7 @@ class Router:
         wanted = self._wanted(look) & news.keys()
         records = [news[peer] for peer in wanted]
         on_late = partial(self._add_late, look)
-        look.add(await self._connection.measure(records, doubtful=self._doubtful(), on_late=on_late, first_s=GRACE_S))
+        look.add(await self._connection.measure(records, doubtful=self._doubtful(), on_late=on_late, first_s=NEWS_S))
         return bool(wanted)
 
     # inside
