@@ -29,6 +29,7 @@ from fusion_node.errors import (
     PeerTimeout,
     PeerUnreachable,
     RemoteProtocolError,
+    ResourceExhausted,
 )
 from fusion_node.types import ModelId, PeerId, UnixS
 from p2p.bandwidth import BandwidthMeter
@@ -441,7 +442,7 @@ class SwarmConnection:
             await self.links.connect(peer, dialled_at(record), timeout_s=MEASURE_TIMEOUT_S)
             known_s = self.links.round_trip_s(peer)
             return MeasuredNode(record, known_s if known_s is not None else await self.links.round_trip(peer))
-        except PeerError as error:
+        except (PeerError, ResourceExhausted) as error:  # links that there are may do
             return MeasuredNode(record, None, str(error))
 
     def _path_changed(self, peer: PeerId, path: PathKind) -> None:

@@ -514,6 +514,15 @@ async def test_fault_of_ours_is_not_swallowed_when_nobody_waits_for_the_measurem
         await told.wait()
 
 
+async def test_where_there_is_no_room_for_more_links_a_route_leads_over_those_that_there_are(swarm: Swarm) -> None:
+    for _ in range(3):
+        await swarm.node(shard(0, 12))
+    router = await swarm.router()
+    swarm.connection.links._max_links = 1
+    (place,) = (await router.route(64)).places
+    assert swarm.connection.links.is_connected(place[0])
+
+
 async def test_search_for_a_route_ends_when_the_connection_is_closed(swarm: Swarm) -> None:
     await swarm.node(shard(0, 6))
     slow = await swarm.node(shard(6, 12))
