@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import statistics
 import time
 from collections import deque
@@ -49,6 +50,9 @@ ROUTE_RETRY_S = 0.5
 NODES_FRESH_S = 10.0
 """How long an answer may be planned with nodes that were found for an earlier one, while all their links hold: half of
 what a record is old on average. A node that is full by now refuses, and the next plan looks anew."""
+
+SHARED_LOOK_S = 5.0
+"""For so long a look for the alternates of one answer is that of the others: half of what passes between two of one."""
 
 NEWS_S = 1.0
 """How long those who have just told of themselves may all stay silent before it goes on without them, as with a look,
@@ -209,6 +213,8 @@ class Router:
         """Who was measured to the end of its time and did not answer, and has not since."""
         self._look = Look()
         self._look_until = 0.0
+        self._looked_at = -math.inf
+        """When the last look began."""
         self._refreshing = asyncio.Lock()
         self._legs: SwarmTopology | None = None
 
@@ -390,7 +396,7 @@ class Router:
             NoPeers: nobody of the swarm can be reached.
         """
         async with self._refreshing:
-            if time.monotonic() >= self._look_until:
+            if time.monotonic() - self._looked_at >= SHARED_LOOK_S:
                 await self._look_around()
                 return
         await self.take_news()
@@ -457,6 +463,7 @@ class Router:
         Args:
             is_patient: whether to wait also for who answers long after the others, or not at all.
         """
+        began = time.monotonic()
         records = await self._connection.find(self._model.model_id)
         look = Look({PeerId(record.peer): record for record in records})
         look.add(
@@ -473,7 +480,7 @@ class Router:
             )
         )
         look.coordinate = self._connection.coordinate
-        self._look, self._look_until = look, time.monotonic() + NODES_FRESH_S
+        self._look, self._look_until, self._looked_at = look, time.monotonic() + NODES_FRESH_S, began
         return look
 
     def _failed(self) -> frozenset[PeerId]:

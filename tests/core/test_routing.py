@@ -16,7 +16,7 @@ import pytest
 from fusion_node.cli.plan import WIDTH, in_words
 from fusion_node.client.connection import MAX_MEASURED, MeasuredNode, SwarmConnection
 from fusion_node.client.plan_view import PlanView, view_of
-from fusion_node.client.routing import Planned, Router
+from fusion_node.client.routing import SHARED_LOOK_S, Planned, Router
 from fusion_node.client.user_rules import UserRules
 from fusion_node.errors import NoPeers, NoRoute, PeerUnreachable
 from fusion_node.store import StoredModel
@@ -552,6 +552,9 @@ async def test_answers_that_lack_alternates_share_their_looks(swarm: Swarm) -> N
     await router.route(64)
     await asyncio.gather(*(router.refresh() for _ in range(20)))
     assert num_finds == 1, "the route was looked for a moment ago"
+    router._looked_at -= SHARED_LOOK_S
+    await asyncio.gather(*(router.refresh() for _ in range(20)))
+    assert num_finds == 2
 
 
 async def test_patch_is_made_with_a_node_that_has_told_of_itself_without_another_look(swarm: Swarm) -> None:
