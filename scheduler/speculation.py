@@ -72,6 +72,26 @@ by then, since a mode that pays has runs of bad luck too."""
 MIN_STEP_S = 1e-6
 """A step that took less was not measured: two events at the same reading of a clock."""
 
+MAX_STEP_LOSS_TOKENS = 24.0
+MAX_PAYING_LOSS_TOKENS = 4.0
+STALL_GROWTH = 4.0
+"""That a mode may have cost within one step, and one that has paid so far: what takes longer is a node that was busy or
+a wire that was down, and says nothing of modes. So many times as much where it happens again before a mode has paid:
+then it was the mode."""
+
+MAX_STEP_GROWTH = 2.0
+NUM_SETTLING_STEPS = 8
+"""Of a plain step over those before it, for the same reason: where all have become ten times slower, twenty of them say
+so. After one that was slower nothing is tried for so many more, until it is mostly forgotten."""
+
+NUM_FIRST_STEPS = 2
+"""Of plain decode, of which the faster one counts: with nothing else known, a step that was
+slow by chance would have every other mode seem to pay, for as long as it is kept to."""
+
+MAX_STEP_RATIO = 1.5
+"""Of a plain step as it is known to the time of a frame with more rows, from which on the frame is believed: it cannot
+have taken less, but for noise and prices."""
+
 MIN_SPELL_TOKENS = 8
 MIN_SPELL_ROUND_TRIPS = 3.0
 """A mode is compared with another by no less."""
@@ -132,8 +152,14 @@ computing is the smaller part where drafters need no model, and while the stages
 PLAIN_CHECK_BELOW = 1.3
 PLAIN_CHECK_EVERY_TOKENS = 256
 PLAIN_CHECK_TOKENS = 4
+RARE_CHECK_TOKENS = 512
 """Where speculation brings less than this many times plain decode, as it was last measured, plain decode is measured
-again so often: it may have become faster."""
+again so often: it may have become faster. Where it brings more, after so many tokens for each time that it brings,
+which costs one token of a hundred."""
+
+FIRST_CHECK_TOKENS = 16
+MIN_PLAIN_STEPS = 6
+"""The first time is sooner, where it is known from fewer steps."""
 
 
 # closed forms
@@ -460,6 +486,9 @@ class ModePolicy:
         self._is_settling = False
         """What is committed next was delayed by frames of the mode before."""
         self._plain_checked_at = 0
+        self._max_step_loss = MAX_STEP_LOSS_TOKENS
+        self._try_from = 0
+        """Plain steps before which nothing is tried."""
         self._check: tuple[Mode, int] | None = None
         """Plain decode is only being measured: what to go on with, and when."""
 
@@ -482,8 +511,24 @@ class ModePolicy:
         """A row that met no other of this session would have come back after so long, and its token been chosen."""
         seconds = max(seconds, MIN_STEP_S)
         self._num_plain += 1
-        weight = max(PLAIN_WEIGHT, 1.0 / self._num_plain)
-        self.plain_s = seconds if self.plain_s is None else self.plain_s + weight * (seconds - self.plain_s)
+        if self.plain_s is None:
+            self.plain_s = seconds
+        elif self._num_plain <= NUM_FIRST_STEPS:
+            self.plain_s = min(self.plain_s, seconds)
+        else:
+            most_s = MAX_STEP_GROWTH * self.plain_s
+            if seconds > most_s:
+                seconds, self._try_from = most_s, self._num_plain + NUM_SETTLING_STEPS
+            self.plain_s += max(PLAIN_WEIGHT, 1.0 / self._num_plain) * (seconds - self.plain_s)
+
+    def step_at_most(self, seconds: float) -> None:
+        """A frame that was no plain step took so long until its token was chosen, its other rows not counted."""
+        if self.plain_s is None:
+            return
+        if self._num_plain < NUM_FIRST_STEPS:
+            self.plain_s = min(self.plain_s, max(seconds, MIN_STEP_S))
+        elif MAX_STEP_RATIO * seconds < self.plain_s:
+            self.plain_step(seconds)
 
     def costs_are(self, costs: StepCosts) -> None:
         """As last measured."""
@@ -543,6 +588,8 @@ class ModePolicy:
         seconds = now - since
         self._since, self._new_tokens = now, 0
         if self.mode is not Mode.PLAIN:
+            if self.plain_s is not None:
+                seconds = self._without_stall(tokens, seconds, self.plain_s)
             self._measured[self.mode].add(tokens, seconds)
             if self.plain_s is not None:
                 trial = self._trial
@@ -552,9 +599,17 @@ class ModePolicy:
         elif self._is_settling:
             self._is_settling = False
             if self.plain_s is not None:
-                self._charge(seconds / self.plain_s - tokens)
+                self._charge(min(MAX_PAYING_LOSS_TOKENS, seconds / self.plain_s - tokens))
         else:
             self.plain_step(seconds / tokens)
+
+    def _without_stall(self, tokens: int, seconds: float, step_s: float) -> float:
+        if self._trial.gain >= MIN_SPELL_TOKENS * (1.0 - 1.0 / MIN_EXPECTED_GAIN):
+            return min(seconds, (tokens + MAX_PAYING_LOSS_TOKENS) * step_s)
+        most_s = (tokens + self._max_step_loss) * step_s
+        if seconds > most_s:
+            self._max_step_loss *= STALL_GROWTH
+        return min(seconds, most_s)
 
     def _charge(self, tokens: float) -> None:
         lost = max(0.0, tokens)
@@ -583,19 +638,25 @@ class ModePolicy:
             self._leave(now)
         elif is_judged:
             self._learn_trust(gain)
+            if gain >= MIN_EXPECTED_GAIN:
+                self._max_step_loss = MAX_STEP_LOSS_TOKENS
             other = Mode.CHAIN if self.mode is Mode.TREE else Mode.TREE
-            is_due = self.num_tokens - self._plain_checked_at >= PLAIN_CHECK_EVERY_TOKENS
+            every = RARE_CHECK_TOKENS * gain
+            if gain < PLAIN_CHECK_BELOW:
+                is_first = self._num_plain < MIN_PLAIN_STEPS
+                every = FIRST_CHECK_TOKENS if is_first else PLAIN_CHECK_EVERY_TOKENS
+            is_due = self.num_tokens - self._plain_checked_at >= every
             is_open = self._may_try(other) and (other is Mode.TREE or gain < MAX_TREE_FOR_CHAIN)
             if is_open and self._believed(other) >= MIN_CHANGE_GAIN * gain:
                 before = self.mode
                 self._begin(other, now)
                 self._before = before
-            elif is_due and gain < PLAIN_CHECK_BELOW:
+            elif is_due:
                 self._check = (self.mode, self.num_tokens + 1 + PLAIN_CHECK_TOKENS)
                 self._begin(Mode.PLAIN, now)
 
     def _most_promising(self) -> Mode:
-        if not self._may_try(Mode.CHAIN) and not self._may_try(Mode.TREE):
+        if self._num_plain < self._try_from or not (self._may_try(Mode.CHAIN) or self._may_try(Mode.TREE)):
             return Mode.PLAIN
         chain = self._believed(Mode.CHAIN) if Mode.CHAIN in self._modes else 0.0
         tree = self._believed(Mode.TREE) if Mode.TREE in self._modes else 0.0

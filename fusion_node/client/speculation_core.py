@@ -681,8 +681,10 @@ class SpeculationCore:
             passes.learn(sent.num_rows, cost.pass_s)
         took = now - sent.sent_at
         stats.latency_s = took if not stats.latency_s else stats.latency_s + _WEIGHT * (took - stats.latency_s)
-        if sent.is_alone and self._decision.mode is not Mode.PLAIN:
-            self._note_alone(sent.num_rows, took)
+        if self._decision.mode is not Mode.PLAIN:
+            self._policy.step_at_most(self._as_plain(sent.num_rows, took))
+            if sent.is_alone:
+                self._note_alone(sent.num_rows, took)
 
     def _note_alone(self, num_rows: int, took: float) -> None:
         """A frame that met no other of this session: a plain step, or what its rows cost beyond one.
@@ -691,10 +693,14 @@ class SpeculationCore:
         """
         plain_s = self._policy.plain_s
         if num_rows == 1 or plain_s is None:
-            self._policy.plain_step(max(took / 2, took - (num_rows - 1) * self.stats.price_s) + self._choose_s)
+            self._policy.plain_step(self._as_plain(num_rows, took))
         else:
             extra_s = (took + self._choose_s - plain_s) / (num_rows - 1)
             self._row_s = max(0.0, self._row_s + _WEIGHT * (extra_s - self._row_s))
+
+    def _as_plain(self, num_rows: int, took: float) -> float:
+        """A plain step by a frame of more rows, as far as their price is believed."""
+        return max(took / 2, took - (num_rows - 1) * self.stats.price_s) + self._choose_s
 
     # sending
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import pytest
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 
 from fusion_node.types import MonotonicS
 from scheduler.speculation import (
+    FIRST_CHECK_TOKENS,
     LEAST_PROBABILITY,
     Calibration,
     Decision,
@@ -177,8 +180,13 @@ class Session:
         acceptance: float = 0.5,
         probability: float | None = None,
         is_even: bool = False,
+        stalls: Mapping[int, float] = MappingProxyType({}),
     ) -> float:
-        """Tokens per second, over plain decode's."""
+        """Tokens per second, over plain decode's.
+
+        Args:
+            stalls: seconds that go by before some of the tokens, whatever the mode; they count for nothing here.
+        """
         policy, since, step_s = self.policy, self.now, 1 / rates[Mode.PLAIN]
         policy.costs_are(self._costs or StepCosts(0.02 * step_s, 0.1 * step_s, 0.0, 0.05 * step_s))
         policy.committed(now=MonotonicS(self.now))
@@ -187,14 +195,16 @@ class Session:
             self.modes.append(mode)
             is_uneven = self._chance is not None and mode is not Mode.PLAIN and not is_even
             took = (self._chance.expovariate(1.0) if self._chance and is_uneven else 1.0) / rates[mode]
-            self.now += took
+            self.now += took + stalls.get(index, 0.0)
             is_first = 0.618 * index % 1.0 < acceptance
+            if mode is not Mode.PLAIN:
+                policy.step_at_most(max(took, step_s))
             policy.guessed(Guess(is_first, is_first, acceptance if probability is None else probability, 2))
             policy.committed(now=MonotonicS(self.now))
             self._behind += took / step_s - 1.0
             self.worst = max(self.worst, self._behind - MAX_LOSS * len(self.modes))
         policy.paused()
-        return num_tokens / (self.now - since) / rates[Mode.PLAIN]
+        return num_tokens / (self.now - since - sum(stalls.values())) / rates[Mode.PLAIN]
 
 
 MAX_LOSS = 0.03
@@ -289,6 +299,41 @@ def test_plain_decode_that_has_become_faster_is_found() -> None:
     before = session.modes[-1]
     session.run(speeds(20, 5, 12), 600)
     assert (before, session.modes[-1]) == (Mode.TREE, Mode.PLAIN)
+
+
+@pytest.mark.parametrize("at", [3, 50])
+@pytest.mark.parametrize("seconds", [1.0, 30.0, 3600.0])
+def test_one_stall_does_not_keep_what_pays_away_for_long(at: int, seconds: float) -> None:
+    """Of which nobody says that it was one: a node was busy with a prompt, or a wire was down for a while."""
+    session = Session(ModePolicy())
+    session.run(speeds(10, 5, 30), 2000, stalls={at: seconds})
+    assert session.modes[-1] is Mode.TREE
+    if at == 50:  # that the tree pays was known by then
+        assert session.modes.count(Mode.TREE) > 1900
+
+
+@pytest.mark.parametrize("first", [0.15, 1.0, 30.0])
+@pytest.mark.parametrize("rates", [(10, 8, 8), (10, 9.3, 9.3), (10, 9.8, 9.8)])
+def test_a_first_step_that_was_slow_by_chance_does_not_have_modes_seem_to_pay(
+    rates: tuple[float, float, float], first: float
+) -> None:
+    session = Session(ModePolicy())
+    session.run(speeds(*rates), 1000, stalls={0: first})
+    # No more than until plain decode is measured once more, and the mode has been left then.
+    assert session.worst <= MAX_LOST_TOKENS + FIRST_CHECK_TOKENS / 2
+
+
+def test_stalls_of_plain_decode_do_not_have_modes_seem_to_pay() -> None:
+    session = Session(ModePolicy())
+    session.run(speeds(10, 8, 8), 1000, stalls=dict.fromkeys(range(20, 1000, 100), 30.0))
+    assert session.worst <= MAX_LOST_TOKENS
+
+
+def test_plain_decode_that_has_become_much_faster_is_found() -> None:
+    session = Session(ModePolicy())
+    session.run(speeds(2, 1, 8), 300)
+    session.run(speeds(20, 5, 8), 3000)
+    assert session.modes[-1] is Mode.PLAIN
 
 
 def test_modes_that_are_not_allowed_are_not_chosen() -> None:
