@@ -21,8 +21,10 @@ as well, but needs a port per node and counts the bytes of TCP, not of frames; f
 whole regions, losses and NATs for events on a heap, and carries nothing. The header bytes are those of
 p2p.upload_core.
 
-Ugly, or left out: losses, and what TCP does about them; a downlink of its own; slow start. Jitter that keeps the order
-makes a stream of short intervals later than half a round trip in the mean: each waits for the slowest before it.
+Ugly, or left out: losses, and what TCP does about them; a downlink of its own; slow start. What a link that was cut had
+not sent still takes its time on the uplink (some 190 kB, 1.6 s at 1 Mbit/s), where a kernel would drop it. Jitter that
+keeps the order makes a stream of short intervals later than half a round trip in the mean: each waits for the slowest
+before it.
 """
 
 from __future__ import annotations
