@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +16,10 @@ if TYPE_CHECKING:
 
 OPTION = "--speculation-plot"
 
-MAX_COLUMNS = 60
-"""Of the rows of bars: with what is before and behind them they fit on a terminal of 80."""
+MAX_COLUMNS = 54
+BESIDE_COLUMNS = 26
+"""Of the rows of bars, and what is before and behind them: they fit on a terminal of 80, and have fewer on a narrower
+one."""
 
 MIN_COLUMNS = 4
 """Less is no picture of anything."""
@@ -49,13 +52,14 @@ def _depths(report: SpeculationReport) -> list[str]:
 
 
 def _rows(timeline: Timeline) -> list[str]:
-    column_s, columns = timeline.columns(MAX_COLUMNS)
+    width = shutil.get_terminal_size().columns
+    column_s, columns = timeline.columns(min(MAX_COLUMNS, max(MIN_COLUMNS, width - BESIDE_COLUMNS)))
     if len(columns) < MIN_COLUMNS:
         return []
     letters = "".join("·" if each is None else _LETTERS.get(each.mode, "?") for each in columns)
     return [
-        f"over {timeline.length_s:.1f} s, a column being {column_s:.1f} s:",
-        f"  mode       {letters}  T tree, C chain, P plain, · no token",
+        f"over {timeline.length_s:.1f} s, a column being {column_s:.1f} s; T tree, C chain, P plain, · no token:",
+        f"  mode       {letters}",
         f"  tokens/s   {_bars(columns, lambda each: each.num_tokens / column_s, '{:.0f}')}",
         f"  right      {_bars(columns, _share, '{:.0%}', most=1.0)}",
         f"  depth      {_bars(columns, lambda each: each.depths / each.num_tokens, '{:.1f}')}",

@@ -145,6 +145,19 @@ def test_rows_of_bars_fit_on_a_terminal(report: SpeculationReport) -> None:
     assert "█" in bars[1]
 
 
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_rows_of_bars_are_no_wider_than_the_terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    recorder = TimelineRecorder()
+    for index in range(1, 2400):
+        recorder.committed(totals(10 * index), in_flight=384, now=MonotonicS(index / 40))
+    report = SpeculationReport("tree", 0.5, 3.0, 0.1, 0.001, 4.0, 0, (), recorder.timeline())
+    _, over, *rows = speculation_view.lines(report).split("\n")
+    assert len(over) <= 80
+    assert len(rows) == 5
+    assert max(map(len, rows)) <= min(width, 80)
+
+
 def test_an_answer_too_short_for_a_picture_has_none() -> None:
     report = SpeculationReport.of(answered(num_tokens=3))
     assert "mode " not in speculation_view.lines(report)
