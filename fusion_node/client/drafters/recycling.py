@@ -43,21 +43,24 @@ def most_probable(
     num = min(num, vocabulary)
     rows = np.arange(num_rows)[:, None]
     best = logits_TV.max(axis=1, keepdims=True)
-    total = np.exp(logits_TV - best).sum(axis=1, keepdims=True)
-    # The largest are in the blocks with the largest maxima: a tenth of the time that a partition of all takes.
+    shares = logits_TV - best
+    np.exp(shares, out=shares)
+    # The largest are in the blocks with the largest maxima: a tenth of the time that a partition of all takes. A block
+    # is spread over the row, since a maximum of whole rows is taken four times as fast as one within them.
     num_blocks = vocabulary // _BLOCK
     if num_blocks > num:
         whole = num_blocks * _BLOCK
-        maxima = logits_TV[:, :whole].reshape(num_rows, num_blocks, _BLOCK).max(axis=2)
+        maxima = logits_TV[:, :whole].reshape(num_rows, _BLOCK, num_blocks).max(axis=1)
         blocks = np.argpartition(-maxima, num - 1, axis=1)[:, :num]
-        ids = (blocks[:, :, None] * _BLOCK + np.arange(_BLOCK)).reshape(num_rows, -1)
+        ids = (blocks[:, :, None] + num_blocks * np.arange(_BLOCK)).reshape(num_rows, -1)
         ids = np.concatenate([ids, np.broadcast_to(np.arange(whole, vocabulary), (num_rows, vocabulary - whole))], 1)
     else:
         ids = np.broadcast_to(np.arange(vocabulary), (num_rows, vocabulary))
     values = logits_TV[rows, ids]
     order = np.argsort(-values, axis=1, kind="stable")[:, :num]
-    probabilities = np.exp(values[rows, order] - best) / total
-    return ids[rows, order].astype(np.int32), probabilities.astype(np.float32)
+    ids = ids[rows, order]
+    probabilities = shares[rows, ids] / shares.sum(axis=1, keepdims=True)
+    return ids.astype(np.int32), probabilities.astype(np.float32)
 
 
 class RecyclingTable:
