@@ -15,7 +15,7 @@ frame's rows to ``returned`` in the order of frames; the stages apply the log of
 is sent and committed by the shell.
 
 States: waiting for the prompt's row; going on; paused (nothing is sent, while stages are replaced); over.
-Timer: when the next frame is due, in seconds of the monotonic clock.
+Timer: when the next frame is due, or the draft that a chain waits for is late, in seconds of the monotonic clock.
 
 Source: docs/speculation.md. Still ugly: the pace is that of the slowest stage as the results tell it, one round trip
 late.
@@ -109,6 +109,11 @@ probable within a few tokens, or never."""
 TAP_PROBABILITY = 0.15
 """From which on rows of other layers are asked for: of two or three nodes per token. Of a drafter that is right in one
 case of three these are its first guess and perhaps the second."""
+
+MAX_DRAFT_RATIO = 3.0
+FIRST_DRAFT_WAIT_S = 0.25
+"""A chain waits for a draft for so many times as long as one takes, and for so long before one has come: the drafting
+thread may be at another answer's prompt, or never come back, and plain decode would not wait for it."""
 
 SEND_AHEAD_S = 0.0005
 """How long before a pass is expected to begin a frame is to be there: who comes just after it waits for all of it."""
@@ -568,7 +573,15 @@ class SpeculationCore:
 
     def get_timer(self) -> MonotonicS | None:
         """When handle_timer is due."""
+        if self._decision.mode is Mode.CHAIN and self._may_send and self._tree.root.state is NodeState.UNSENT:
+            return self._draft_late_at if self._expanding is not None else None
         return self._next_send_at if self._may_send_more() else None
+
+    @property
+    def _draft_late_at(self) -> MonotonicS:
+        known = self._draft_time.is_known
+        wait_s = MAX_DRAFT_RATIO * self._draft_time.predict(1) if known else FIRST_DRAFT_WAIT_S
+        return MonotonicS(self._expanded_at + wait_s)
 
     @property
     def _next_send_at(self) -> MonotonicS:
@@ -727,7 +740,7 @@ class SpeculationCore:
             case Mode.PLAIN:
                 nodes = [root] if is_urgent else []
             case Mode.CHAIN:
-                nodes = self._chain_to_send() if is_urgent and self._is_chain_ready() else []
+                nodes = self._chain_to_send() if is_urgent and self._is_chain_ready(now) else []
             case Mode.TREE:
                 if is_urgent or now >= self._next_send_at:
                     nodes = self._most_probable(now)
@@ -765,7 +778,9 @@ class SpeculationCore:
             nodes.append(child)
         return nodes
 
-    def _is_chain_ready(self) -> bool:
+    def _is_chain_ready(self, now: MonotonicS) -> bool:
+        if self._expanding is not None and now >= self._draft_late_at:
+            return True
         tip = self._chain()[-1]
         is_known = tip.is_expanded and tip not in (self._expanding or ())
         return is_known or not self._has_drafter or self._tree.probability(tip) < self._decision.least_to_draft

@@ -406,3 +406,38 @@ def test_no_token_is_in_what_events_and_nodes_look_like() -> None:
         Chosen(Verified([secret])),
     ]
     assert str(secret) not in repr(shown)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 5])
+def test_a_chain_does_not_wait_for_ever_for_a_draft(num_drafts: int) -> None:
+    """The drafting thread is at the prompt of another answer, or hangs."""
+    core = SpeculationCore(
+        last_token=1,
+        num_prompt=4,
+        stop_position=40,
+        stop_tokens=frozenset(),
+        max_positions=100,
+        next_sequence=0,
+        policy=ModePolicy((Mode.CHAIN,)),
+    )
+    now, position, left = 0.0, 3, num_drafts
+    core.start(now=MonotonicS(now))
+    core.returned(0, [(4, None)], costs=[StageCost(0.01, 0.0001)], now=MonotonicS(now))
+    while position < 38:
+        match core.next_event():
+            case Frame() as frame:
+                now += 0.1
+                core.returned(frame.sequence, [(n, None) for n in frame.want], costs=(), now=MonotonicS(now))
+            case Choose() as choose:
+                core.chosen(choose.position, 7, now=MonotonicS(now))
+                position = choose.position
+            case Expand() as expand if left:
+                left -= 1
+                now += 0.01
+                core.drafted(expand.number, [[(8, 0.5, "x")] for _ in expand.paths], now=MonotonicS(now))
+            case None:
+                due = core.get_timer()
+                assert due is not None
+                now = max(now, due)
+                core.handle_timer(now=MonotonicS(now))
+    assert now < 35 * 0.1 + 0.01 * num_drafts + 0.3
