@@ -461,7 +461,6 @@ class ModePolicy:
         acceptance: how often a drafter's first candidate was right, lately.
         plain_s: seconds of a plain step; None while unknown.
         num_tokens: committed so far.
-        lost_tokens: that plain decode would have brought in the time that slower modes took.
     """
 
     def __init__(self, modes: Sequence[Mode] = tuple(Mode)) -> None:
@@ -470,10 +469,10 @@ class ModePolicy:
         self.mode = Mode.PLAIN if Mode.PLAIN in modes else next(first, Mode.PLAIN)
         self.plain_s: float | None = None
         self.num_tokens = 0
-        self.lost_tokens = 0.0
         self._costs: StepCosts | None = None
         self._num_plain = 0
         self._allowance = FIRST_ALLOWANCE_TOKENS
+        """Tokens that may be lost now by a mode that is slower than plain decode."""
         self._measured: dict[Mode, _Measured] = {mode: _Measured() for mode in Mode}
         self._trust: dict[Mode, float] = {Mode.CHAIN: 1.0, Mode.TREE: 1.0}
         self._worth = _Worth()
@@ -495,11 +494,6 @@ class ModePolicy:
     @property
     def acceptance(self) -> float:
         return self._worth.first
-
-    @property
-    def allowance(self) -> float:
-        """Tokens that may be lost now by a mode that is slower than plain decode."""
-        return self._allowance
 
     def rate(self, mode: Mode) -> float | None:
         """Tokens per second that a mode has brought; None before it was measured."""
@@ -612,9 +606,7 @@ class ModePolicy:
         return min(seconds, most_s)
 
     def _charge(self, tokens: float) -> None:
-        lost = max(0.0, tokens)
-        self.lost_tokens += lost
-        self._allowance -= lost
+        self._allowance -= max(0.0, tokens)
 
     def _choose(self, step_s: float, now: MonotonicS) -> None:
         if self.mode is Mode.PLAIN:

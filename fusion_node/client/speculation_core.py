@@ -233,7 +233,6 @@ class SpeculationStats:
         num_corrections: tokens that were not in the tree, or not sent yet, when they were chosen.
         num_candidates: tokens for whose place there had been candidates when they were chosen.
         num_first: of them, tokens that had been the first candidate.
-        num_drafts: batches that the drafter was asked for.
         depths: sum over tokens of the depth below them of what was on its way or back, along the best guesses.
         latency_s: of a frame, from sending it until its rows were there; a running mean.
         price_s: of one row, over all stages and the wire; a running mean.
@@ -247,7 +246,6 @@ class SpeculationStats:
     num_corrections: int = 0
     num_candidates: int = 0
     num_first: int = 0
-    num_drafts: int = 0
     depths: int = 0
     latency_s: float = 0.0
     price_s: float = 0.0
@@ -938,7 +936,6 @@ class SpeculationCore:
         self._expanding = nodes
         self._expanded_at = now
         self._num_expanded += 1
-        self.stats.num_drafts += 1
         for node in nodes:
             node.guess_depth = node.position - self._tree.root.position + 1
         paths = tuple(self._tree.path(node) for node in nodes)

@@ -2,6 +2,8 @@
 
 The tokenizer, the embedding, the final norm, the LM head and the sampling run in this process; nodes see rows of hidden
 state and nothing else. Shapes: T tokens, D hidden size, V vocabulary.
+
+Above 600 lines: the client, with all that it may be told, and an answer on its way are read together.
 """
 
 from __future__ import annotations

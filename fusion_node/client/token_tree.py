@@ -197,11 +197,6 @@ class TokenTree:
             node.is_expanded = True
         return node
 
-    def best_unsent(self) -> float:
-        """Probability of what ``pop_unsent`` would hand out; 0 where that is nothing."""
-        node = self._unsent.peek(self._make)
-        return 0.0 if node is None else self.probability(node)
-
     def has_unsent(self, least: float) -> bool:
         """Whether ``pop_unsent`` would hand out a node. Asked in logarithms as there: rounding must not tell them
         apart, or else who waits for the one and gets nothing of the other would ask for ever."""

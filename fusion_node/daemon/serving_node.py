@@ -1,4 +1,8 @@
-"""The part of a node that computes: its shard on the device, its sessions, its record. Imports torch."""
+"""The part of a node that computes: its shard on the device, its sessions, its record. Imports torch.
+
+Above 600 lines: serving a shard, going over to another and leaving change the same shard, server and record; a third is
+what is reckoned and said of a shard while it loads.
+"""
 
 from __future__ import annotations
 
