@@ -17,6 +17,7 @@ malformed; the caller, who knows which peer sent it, turns that into RemoteProto
 
 from __future__ import annotations
 
+import re
 import struct
 from typing import TypeVar
 
@@ -90,6 +91,20 @@ def decode_bounded(data: bytes | bytearray | memoryview, kind: type[T], *, limit
 def printable(text: str, *, limit: int = 300) -> str:
     """Text of a peer, fit for a terminal and a log: control characters are replaced, length is bounded."""
     return "".join(c if c.isprintable() else "?" for c in text[:limit])
+
+
+_COMMANDS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202d\u202e\ud800-\udfff]")
+"""Characters that a terminal obeys instead of showing them: C0 but tab and newline, DEL, C1, overrides of the writing
+direction; and lone surrogates, as which some encodings pass on bytes."""
+
+
+def harmless(text: str) -> str:
+    """An answer, or a piece of one, fit for a terminal: what would command it becomes "?", and all else stays.
+
+    Each character is judged for itself, so that a sequence that comes in several pieces is harmless too. Carriage
+    returns are left out: with a newline they end a line, and without one they overwrite it.
+    """
+    return _COMMANDS.sub("?", text.replace("\r", ""))
 
 
 class SignedEnvelope(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from fusion_node.cli.talk import describe
 from fusion_node.client.sampling import SamplingParams
+from fusion_node.wire import harmless
 
 if TYPE_CHECKING:
     from fusion_node.client.swarm import GenerationStats, SwarmClient
@@ -30,10 +31,16 @@ SPEED_AFTER_S = 0.5
 
 @dataclass(slots=True)
 class Column:
-    """One answer as far as it has come."""
+    """One answer as far as it has come.
+
+    Attributes:
+        pieces: its text as it is.
+        shown: its text without what would command a terminal.
+    """
 
     title: str
-    text: Text = field(default_factory=Text)
+    pieces: list[str] = field(default_factory=list, repr=False)
+    shown: Text = field(default_factory=Text, repr=False)
     stats: GenerationStats | None = None
     is_over: bool = False
     clock: Callable[[], float] = time.perf_counter
@@ -41,7 +48,8 @@ class Column:
     """When the first piece came, and with how many tokens: several of them may come at once."""
 
     def took(self, piece: str) -> None:
-        self.text.append(piece)
+        self.pieces.append(piece)
+        self.shown.append(harmless(piece))
         if self.first is None and self.stats is not None:
             self.first = self.clock(), self.stats.completion_tokens
 
@@ -77,7 +85,7 @@ class _SideBySide:
         for _ in self.columns:
             grid.add_column(ratio=1)
         grid.add_row(*(Text(column.title, style="bold") for column in self.columns))
-        grid.add_row(*(column.text for column in self.columns))
+        grid.add_row(*(column.shown for column in self.columns))
         grid.add_row()
         grid.add_row(*(column.numbers() for column in self.columns))
         return grid
@@ -92,9 +100,9 @@ class Comparison:
         speedup: tokens per second with speculation over those without; None for answers of less than two tokens.
     """
 
-    plain_text: str
+    plain_text: str = field(repr=False)
     plain: GenerationStats
-    speculative_text: str
+    speculative_text: str = field(repr=False)
     speculative: GenerationStats
 
     @property
@@ -137,4 +145,5 @@ async def compare(
                 column.took(piece)
             column.is_over = True
             answers.append(answer.stats)
-    return Comparison(columns[0].text.plain, answers[0], columns[1].text.plain, answers[1])
+    plain_text, speculative_text = ("".join(column.pieces) for column in columns)
+    return Comparison(plain_text, answers[0], speculative_text, answers[1])

@@ -37,11 +37,12 @@ from fusion_node.client.overview import ModelView, look_around
 from fusion_node.client.sampling import SamplingParams
 from fusion_node.errors import ConfigError
 from fusion_node.store import StoredModel
-from fusion_node.wire import printable
+from fusion_node.wire import harmless, printable
 from p2p.identity import short
 from p2p.link_emulation_core import LineShape
 
 if TYPE_CHECKING:
+    from fusion_node.client.generation import Generation
     from fusion_node.client.swarm import GenerationStats, SwarmClient
 
 MODEL = "smollm2-135m"
@@ -223,13 +224,10 @@ async def _run(
         else:
             console.print(f"\n[bold]You:[/] {escape(prompt)}\n[bold]{model.name}:[/] ", end="", highlight=False)
             answer = swarm.generate(prompt, params)
-            pieces = []
-            async for piece in answer:
-                pieces.append(piece)
-                console.print(piece, end="", markup=False, highlight=False, soft_wrap=True)
+            text = await show_answer(console, answer)
             console.print("\n")
             stats = answer.stats
-            result |= {"text": "".join(pieces), **describe(stats)}
+            result |= {"text": text, **describe(stats)}
             _report(console, stats, local.nodes, ready_s)
         if check:
             expected = await asyncio.to_thread(_reference, model, await swarm.encode(prompt), stats)
@@ -237,6 +235,16 @@ async def _run(
             verdict = "[green]equal[/]" if result["check"]["equal"] else "[bold red]NOT equal[/]"
             console.print(f"check: the {len(expected)} tokens are {verdict} to those of transformers in one process")
         return result
+
+
+async def show_answer(console: Console, answer: Generation) -> str:
+    """Shows it as it comes, on a terminal without what would command that. Returns the text as it is."""
+    pieces = []
+    async for piece in answer:
+        pieces.append(piece)
+        shown = harmless(piece) if console.is_terminal else piece
+        console.print(shown, end="", markup=False, highlight=False, soft_wrap=True)
+    return "".join(pieces)
 
 
 async def _watch(swarm: SwarmClient, scene: _Scene) -> None:

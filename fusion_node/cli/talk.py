@@ -52,6 +52,7 @@ from fusion_node.cli.options import (
 )
 from fusion_node.client.sampling import SamplingParams
 from fusion_node.errors import ConfigError, FusionError
+from fusion_node.wire import harmless, printable
 from p2p.identity import short
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ def generate(
                 async for piece in answer:
                     pieces.append(piece)
                     if not as_json:
-                        print(piece, end="", flush=True)
+                        show(piece)
             except FusionError:
                 if pieces and not as_json:
                     print()
@@ -244,13 +245,18 @@ async def converse(swarm: SwarmClient, params: SamplingParams, system: str | Non
         try:
             async for piece in swarm.chat(messages, params):
                 pieces.append(piece)
-                print(piece, end="", flush=True)
+                show(piece)
         except FusionError as error:
-            print(f"\nerror: {error}", file=sys.stderr)
+            print(f"\nerror: {printable(str(error), limit=2000)}", file=sys.stderr)
             messages.pop()
             continue
         print()
         messages.append({"role": "assistant", "content": "".join(pieces)})
+
+
+def show(piece: str) -> None:
+    """Prints a piece of an answer at once: exactly for files and programs; for a terminal, nothing that commands it."""
+    print(harmless(piece) if sys.stdout.isatty() else piece, end="", flush=True)
 
 
 def line_reader() -> Callable[[], Awaitable[str]]:

@@ -1,11 +1,22 @@
-"""What `generate` tells of an answer."""
+"""What `generate` and `chat` show of an answer, and tell of it."""
 
 from __future__ import annotations
 
+import io
 import json
+import sys
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any, Self, cast
 
-from fusion_node.cli.talk import describe, summary
-from fusion_node.client.generation import GenerationStats, RepairReport, StageReport
+import pytest
+
+from fusion_node.cli.main import app
+from fusion_node.cli.talk import converse, describe, summary
+from fusion_node.client.generation import Generation, GenerationStats, RepairReport, StageReport
+from fusion_node.client.sampling import SamplingParams
+from fusion_node.client.swarm import SwarmClient
+from fusion_node.errors import NoRoute
 from fusion_node.types import LayerRange, PeerId
 
 STATS = GenerationStats(
@@ -35,3 +46,77 @@ def test_machines_are_told_all_of_a_repair() -> None:
         "replayed_bytes": 5760,
     }
     assert STATS.replayed_positions == 40
+
+
+HOSTILE = ("clear\x1b", "[2J, title \x1b]0;", "mine\x07\n", "csi \x9b31m")
+SHOWN = "clear?[2J, title ?]0;mine?\ncsi ?31m\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class HostileSwarm:
+    """Its nodes have made the model write what commands a terminal."""
+
+    def __init__(self, *_: Any, error: NoRoute | None = None, **__: Any) -> None:
+        self.error = error
+        self.asked: list[list[dict[str, Any]]] = []
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    def generate(self, prompt: str, params: SamplingParams, *, raw: bool = False) -> Generation:
+        return Generation(self._pieces(), GenerationStats(prompt_tokens=3, seed=1))
+
+    def chat(self, messages: list[dict[str, Any]], params: SamplingParams) -> Generation:
+        self.asked.append(list(messages))
+        return self.generate("", params)
+
+    async def _pieces(self) -> AsyncGenerator[str, None]:
+        if self.error is not None:
+            raise self.error
+        for piece in HOSTILE:
+            yield piece
+
+
+@pytest.mark.parametrize(("out", "shown"), [(Terminal(), SHOWN), (io.StringIO(), "".join(HOSTILE) + "\n")])
+def test_generate_shows_no_control_characters_on_a_terminal_and_passes_them_on_elsewhere(
+    out: io.StringIO, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "fusion_node.client.swarm", cast(Any, SimpleNamespace(SwarmClient=HostileSwarm)))
+    monkeypatch.setattr(sys, "stdout", out)
+    app(["generate", "m", "?"], standalone_mode=False)
+    assert out.getvalue() == shown
+
+
+def test_json_has_the_text_as_it_is_also_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    out = Terminal()
+    monkeypatch.setitem(sys.modules, "fusion_node.client.swarm", cast(Any, SimpleNamespace(SwarmClient=HostileSwarm)))
+    monkeypatch.setattr(sys, "stdout", out)
+    app(["generate", "m", "?", "--json"], standalone_mode=False)
+    assert "\x1b" not in out.getvalue()  # JSON escapes it
+    assert json.loads(out.getvalue())["text"] == "".join(HOSTILE)
+
+
+async def test_chat_shows_no_control_characters_on_a_terminal_but_remembers_what_was_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out, swarm = Terminal(), HostileSwarm()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
+    await converse(cast(SwarmClient, swarm), SamplingParams(), None)
+    assert out.getvalue() == 2 * SHOWN
+    assert swarm.asked[1][1] == {"role": "assistant", "content": "".join(HOSTILE)}
+
+
+async def test_error_in_a_chat_commands_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n"))
+    await converse(cast(SwarmClient, HostileSwarm(error=NoRoute("it said \x1b[2J"))), SamplingParams(), None)
+    assert capsys.readouterr().err == "\nerror: it said ?[2J\n"

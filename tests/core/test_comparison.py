@@ -94,6 +94,24 @@ async def test_answers_that_differ_in_a_token_are_said_to() -> None:
     assert told["token_ids"] == [97, 98, 99]
 
 
+async def test_answers_command_no_terminal_and_are_told_as_they_are() -> None:
+    hostile = "a\x1b[2J\x07\r\x9b"
+    comparison, shown = await compared(PretendingSwarm(hostile, 1.0), PretendingSwarm(hostile, 1.0))
+    assert comparison.to_json()["text"] == comparison.speculative_text == hostile
+    assert "a?[2J??" in shown
+    assert not set("\x1b\x07\r\x9b") & set(shown)
+
+
+async def test_only_answer_of_a_demonstration_commands_no_terminal() -> None:
+    hostile = "a\x1b[2J\x9b"
+    for is_terminal, expected in ((True, "a?[2J?"), (False, hostile)):
+        out = io.StringIO()
+        console = Console(file=out, width=100, force_terminal=is_terminal, color_system=None)
+        answer = PretendingSwarm(hostile, 1.0).generate("?", SamplingParams())
+        assert await demo.show_answer(console, answer) == hostile
+        assert out.getvalue() == expected
+
+
 async def test_answer_of_one_token_has_no_speed_and_no_comparison_of_it() -> None:
     comparison, shown = await compared(PretendingSwarm("a", 0.0), PretendingSwarm("a", 0.0))
     assert comparison.speedup is None

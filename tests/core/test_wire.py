@@ -18,6 +18,7 @@ from fusion_node.wire import (
     WireError,
     decode_bounded,
     encode_header,
+    harmless,
     split_frame,
 )
 
@@ -90,3 +91,22 @@ def test_deep_nesting_is_refused() -> None:
 def test_size_is_checked_before_decoding() -> None:
     with pytest.raises(WireError, match="exceeds the limit of 10"):
         decode_bounded(b"\xc0" * 11, list, limit_bytes=10)
+
+
+@given(text=st.text(st.characters(codec=None)))
+def test_nothing_of_a_text_commands_a_terminal(text: str) -> None:
+    shown = harmless(text)
+    controls = {chr(c) for c in (*range(0x20), *range(0x7F, 0xA0))} - set("\n\t")
+    assert not controls & set(shown)
+    assert not any("\ud800" <= c <= "\udfff" for c in shown)
+    assert harmless(shown) == shown
+
+
+def test_what_a_terminal_only_shows_is_left_as_it_is() -> None:
+    text = "Zürich,\t東京\nשלום 👩\u200d🔬 \u00a0é e\u0301"
+    assert harmless(text) == text
+    assert harmless("a\r\nb\x1b[2J\x9b31m\x07\x7f\u202e") == "a\nb?[2J?31m???"
+
+
+def test_escape_sequence_in_two_pieces_is_as_harmless_as_in_one() -> None:
+    assert harmless("\x1b") + harmless("]0;title\x07") == harmless("\x1b]0;title\x07") == "?]0;title?"
