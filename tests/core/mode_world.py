@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from benchmarks.speculation.ring import Costs, User, World
@@ -71,7 +71,7 @@ class UserCosts:
 
 
 class ChoosingUser(User):
-    """Whose choices and drafts take time."""
+    """Whose choices take time."""
 
     side = UserCosts()
 
@@ -103,22 +103,12 @@ class ChoosingUser(User):
             self.core.chosen(position, 0, now=MonotonicS(self._world.clock.now))
             self.pump()
 
-    def _expand(self, event: Expand) -> None:
-        def answer() -> None:
-            if not self.core.is_over:
-                found = self._drafter.propose(event.position, event.paths, event.width)
-                self.core.drafted(event.number, found, now=MonotonicS(self._world.clock.now))
-                self.pump()
-
-        clock = self._world.clock
-        clock.at(clock.now + self.side.draft_s, answer)
-
 
 def answer_s(
     costs: Costs, side: UserCosts, text: Text, policy: ModePolicy, *, seed: int = 0
 ) -> tuple[float, SpeculationCore]:
     """Seconds of an answer, from the row of its prompt on."""
-    world = World(costs, seed=seed)
+    world = World(replace(costs, draft_s=side.draft_s), seed=seed)
     policy.paused()
     core = SpeculationCore(
         last_token=0,
