@@ -189,6 +189,8 @@ class SpeculativeWorld(World):
 class SpeculativeUser(User):
     """The shell of one answer that speculates."""
 
+    taps: tuple[int, ...] = ()
+
     def __init__(
         self,
         world: World,
@@ -214,6 +216,7 @@ class SpeculativeUser(User):
             max_positions=len(prompt) + num_tokens + spare,
             next_sequence=0,
             policy=ModePolicy(modes),
+            wants_taps=bool(self.taps),
         )
         self.core = AnswerCore(
             num_prompt=len(prompt),
@@ -223,6 +226,7 @@ class SpeculativeUser(User):
             new_session=lambda: bytes(world.rng.randrange(256) for _ in range(16)),
             open_lease=world.open_lease,
             speculation=self.speculation,
+            taps=self.taps,
         )
         self._speculation_timer: object = None
 

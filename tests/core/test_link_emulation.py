@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import socket
 import statistics
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
@@ -35,11 +34,11 @@ from p2p.link_emulation_core import LineShape
 from p2p.links import LinkPool
 from p2p.memory import MemoryNetwork, MemoryWorld
 from p2p.messages import AnyMessage
-from p2p.records import PROTOCOL_VERSION
-from p2p.seam import Link, Network
+from p2p.seam import Link
 from p2p.upload_core import bytes_on_wire
 from p2p.virtual_time import VirtualTimeLoop
 from p2p.websocket import WebSocketNetwork
+from tests.core.test_network_conformance import MemoryBench, WebSocketBench
 
 SHAPE = LineShape(rtt_ms=50.0)
 T = TypeVar("T")
@@ -309,46 +308,20 @@ async def test_network_without_a_line_has_nothing_in_its_way() -> None:
 # the conformance suite
 
 
-class MemoryBench:
-    """Over the in-memory network with emulated lines."""
-
-    def __init__(self) -> None:
-        self.world = MemoryWorld()
-        self.hosts: dict[int, str] = {}
-
-    def network(self, identity: Identity, *, version: int = PROTOCOL_VERSION) -> Network:
-        host = f"host{len(self.hosts)}"
-        line = virtual_line(LineShape(40.0, 10.0, 200.0), len(self.hosts))
-        network = MemoryNetwork(self.world, identity, host, version=version, line=line)
-        self.hosts[id(network)] = host
-        return network
-
-    def listen_address(self, network: Network) -> str:
-        return f"{self.hosts[id(network)]}:0"
-
-    def dead_address(self) -> str:
-        return "nobody:1"
+class EmulatedMemory(MemoryBench):
+    def line(self) -> EmulatedLine:
+        return virtual_line(LineShape(40.0, 10.0, 200.0), len(self.hosts))
 
 
-class WebSocketBench:
-    """Over sockets, in real time."""
-
-    def network(self, identity: Identity, *, version: int = PROTOCOL_VERSION) -> Network:
-        line = EmulatedLine(LineShape(2.0, 0.5, 2000.0), chance=random.Random(0))
-        return WebSocketNetwork(identity, version=version, line=line)
-
-    def listen_address(self, network: Network) -> str:
-        return "127.0.0.1:0"
-
-    def dead_address(self) -> str:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            return f"127.0.0.1:{server.getsockname()[1]}"
+class EmulatedWebSocket(WebSocketBench):
+    def line(self) -> EmulatedLine:
+        return EmulatedLine(LineShape(2.0, 0.5, 2000.0), chance=random.Random(0))
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_emulated_memory_network_conforms(check: Check) -> None:
     async def run() -> None:
-        await check(MemoryBench())
+        await check(EmulatedMemory())
 
     in_virtual_time(run())
 
@@ -368,4 +341,4 @@ def test_emulated_memory_network_conforms(check: Check) -> None:
     ids=lambda check: check.__name__,
 )
 async def test_emulated_websocket_conforms(check: Check) -> None:
-    await check(WebSocketBench())
+    await check(EmulatedWebSocket())

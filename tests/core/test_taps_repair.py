@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from fusion_node.client.answer_core import AnswerCore, PeerFailed
-from fusion_node.client.speculation_core import SpeculationCore, StageCost
+from fusion_node.client.answer_core import PeerFailed
+from fusion_node.client.speculation_core import StageCost
 from fusion_node.client.taps_core import NodeTaps
 from fusion_node.daemon.serving_core import ServedStep
 from fusion_node.types import LayerRange, PeerId
 from p2p.messages import AnyMessage, StageTiming, StepTaps
-from scheduler.speculation import Mode, ModePolicy
+from scheduler.speculation import Mode
 from tests.core import answer_world
-from tests.core.answer_world import NUM_LAYERS, ROW, USER, Rows, embed, undisturbed
+from tests.core.answer_world import NUM_LAYERS, USER, Rows, embed, undisturbed
 from tests.core.speculation_world import Guesser, Node, SpeculativeUser, SpeculativeWorld
 
 PROMPT = (5, 6, 7, 8)
@@ -64,29 +64,11 @@ class TappedWorld(SpeculativeWorld):
 class TappingUser(SpeculativeUser):
     """Notes for what position it chose a token from a row, and the taps of that."""
 
+    taps = LAYERS
+
     def __init__(self, world: TappedWorld, drafter: Guesser, modes: Sequence[Mode]) -> None:
         super().__init__(world, PROMPT, NUM_TOKENS, None, drafter, modes, 400)
         self.told: list[tuple[int, NodeTaps | None]] = []
-        self.speculation = SpeculationCore(
-            last_token=PROMPT[-1],
-            num_prompt=len(PROMPT),
-            stop_position=len(PROMPT) + NUM_TOKENS,
-            stop_tokens=frozenset(),
-            max_positions=len(PROMPT) + NUM_TOKENS + 400,
-            next_sequence=0,
-            policy=ModePolicy(modes),
-            wants_taps=True,
-        )
-        self.core = AnswerCore(
-            num_prompt=len(PROMPT),
-            row_size=4,
-            wire_dtype=ROW,
-            make_plan=self._plan,
-            new_session=lambda: bytes(world.rng.randrange(256) for _ in range(16)),
-            open_lease=world.open_lease,
-            speculation=self.speculation,
-            taps=LAYERS,
-        )
 
     def receive(self, peer: PeerId, message: AnyMessage, rows: Rows) -> None:
         if isinstance(message, StepTaps):
