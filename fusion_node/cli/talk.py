@@ -150,14 +150,14 @@ def generate(
                 if pieces and not as_json:
                     print()
                 raise
-            if speculation_plot is not None and answer.stats.speculation is not None:
-                speculation_view.write_plot(answer.stats.speculation, speculation_plot)
             if as_json:
                 print(msgspec.json.encode({"text": "".join(pieces), **describe(answer.stats)}).decode())
-                return
-            print()
-            if stats:
-                print(summary(answer.stats), file=sys.stderr)
+            else:
+                print()
+                if stats:
+                    print(summary(answer.stats), file=sys.stderr)
+            if speculation_plot is not None and answer.stats.speculation is not None:
+                speculation_view.write_plot(answer.stats.speculation, speculation_plot)
 
     asyncio.run(run())
 

@@ -6,17 +6,19 @@ import io
 import json
 import sys
 from collections.abc import AsyncGenerator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self, cast
 
 import pytest
 
+from fusion_node.cli import speculation_view
 from fusion_node.cli.main import app
 from fusion_node.cli.talk import converse, describe, summary
 from fusion_node.client.generation import Generation, GenerationStats, RepairReport, StageReport
 from fusion_node.client.sampling import SamplingParams
 from fusion_node.client.swarm import SwarmClient
-from fusion_node.errors import NoRoute
+from fusion_node.errors import ConfigError, NoRoute
 from fusion_node.types import LayerRange, PeerId
 
 STATS = GenerationStats(
@@ -120,3 +122,29 @@ async def test_error_in_a_chat_commands_no_terminal(
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\n"))
     await converse(cast(SwarmClient, HostileSwarm(error=NoRoute("it said \x1b[2J"))), SamplingParams(), None)
     assert capsys.readouterr().err == "\nerror: it said ?[2J\n"
+
+
+def test_answer_is_shown_whole_where_its_picture_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class GuessedSwarm(HostileSwarm):
+        def generate(self, prompt: str, params: SamplingParams, *, raw: bool = False) -> Generation:
+            stats = GenerationStats(prompt_tokens=3, seed=1, speculation=cast(Any, "a report"))
+            return Generation(self._pieces(), stats)
+
+    def full(*_: Any) -> None:
+        raise ConfigError("the disk is full")
+
+    out = Terminal()
+    monkeypatch.setitem(sys.modules, "fusion_node.client.swarm", cast(Any, SimpleNamespace(SwarmClient=GuessedSwarm)))
+    monkeypatch.setattr(speculation_view, "check_plot", lambda path: None)
+    monkeypatch.setattr(speculation_view, "write_plot", full)
+    monkeypatch.setattr(sys, "stdout", out)
+    options = ["--speculate", "auto", "--speculation-plot", str(tmp_path / "guesses.png")]
+    with pytest.raises(ConfigError, match="full"):
+        app(["generate", "m", "?", *options], standalone_mode=False)
+    with pytest.raises(ConfigError, match="full"):
+        app(["generate", "m", "?", *options, "--json"], standalone_mode=False)
+    shown, told = out.getvalue()[: len(SHOWN)], out.getvalue()[len(SHOWN) :]
+    assert shown == SHOWN
+    assert json.loads(told)["text"] == "".join(HOSTILE)
