@@ -49,14 +49,6 @@ class Drafter(Protocol):
         """Of the source, for calibration and statistics."""
         ...
 
-    @property
-    def tap_layers(self) -> tuple[int, ...]:
-        """Layers whose outputs it would like to be told of (``Verified.taps_TLD``); empty when it has no use for them.
-
-        Numbered as transformers numbers hidden states: n is what layer n - 1 puts out, 0 the embedding.
-        """
-        ...
-
     def begin(self, prompt: Sequence[int], noise: SharedNoise | None = None) -> None:
         """Starts an answer, or starts it anew.
 
@@ -138,11 +130,6 @@ class MixedDrafter:
     def names(self) -> tuple[str, ...]:
         """Of the drafters that have not failed. With none, nothing will ever be proposed."""
         return tuple(drafter.name for drafter in self._drafters)
-
-    @property
-    def tap_layers(self) -> tuple[int, ...]:
-        """All layers that one of the drafters asks for, in order."""
-        return tuple(sorted({layer for drafter in self._drafters for layer in drafter.tap_layers}))
 
     def add(self, make: Callable[[], Drafter]) -> None:
         """One more, slower than those that are there. One that cannot be made is left out like one that fails."""

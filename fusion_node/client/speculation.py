@@ -99,19 +99,25 @@ class Drafts:
     Args:
         vocabulary: ids of the target.
         drafters: how to make those of an answer, the fastest first; None: what needs no model.
+        tap_layers: whose rows these read.
         remembers: whether answers are guessed from earlier ones too, and begin with what drafters were worth in them.
             What is guessed well comes sooner, so that one caller would learn what another has asked.
 
     Attributes:
-        tap_layers: whose rows a drafter that was added reads, in ascending order.
+        tap_layers: whose rows drafters read (``Verified.taps_TLD``), in ascending order: n is the row after n layers.
     """
 
     def __init__(
-        self, vocabulary: int, drafters: Sequence[MakeDrafter] | None = None, *, remembers: bool = True
+        self,
+        vocabulary: int,
+        drafters: Sequence[MakeDrafter] | None = None,
+        *,
+        tap_layers: Sequence[int] = (),
+        remembers: bool = True,
     ) -> None:
         self._calibration = Calibration() if remembers else None
         self._vocabulary = vocabulary
-        self.tap_layers: tuple[int, ...] = ()
+        self.tap_layers = tuple(sorted(set(tap_layers)))
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="drafting", initializer=prepare_thread)
         self._makers: list[MakeDrafter] = list(drafters or ())
         if drafters is None:
@@ -125,7 +131,7 @@ class Drafts:
         """One more, slower than those that are there.
 
         Args:
-            tap_layers: whose rows it reads, see Drafter.
+            tap_layers: whose rows it reads.
         """
         self._makers.append(drafter)
         self.tap_layers = tuple(sorted({*self.tap_layers, *tap_layers}))

@@ -106,6 +106,7 @@ class SwarmClient:
         draft_model: name or id of a small model in the local store with the same tokenizer, that guesses as well; or
             the folder of a draft head that was made for the model (docs/drafting.md).
         drafters: what guesses, in the place of what needs no model.
+        tap_layers: whose rows ``drafters`` read beside those that the last stage returns: n is the row after n layers.
         emulated_line: how slow a line to pretend on this side (p2p.link_emulation); nodes do so on theirs if told
             (``join --emulate-rtt``). None: none.
         connection: an existing connection; it is used and not closed.
@@ -135,6 +136,7 @@ class SwarmClient:
         speculation: str = "off",
         draft_model: str | None = None,
         drafters: Sequence[MakeDrafter] | None = None,
+        tap_layers: Sequence[int] = (),
         emulated_line: LineShape | None = None,
         connection: SwarmConnection | None = None,
     ) -> None:
@@ -174,7 +176,11 @@ class SwarmClient:
         self._policies: list[ModePolicy] = []
         """Of answers that are over, where others may learn of them: what each mode brings is known from the beginning
         then."""
-        self._drafts = None if self._modes is None else Drafts(config.vocab_size, drafters, remembers=prefix_cache)
+        if len(set(tap_layers)) > MAX_TAPS or not all(0 < layer <= self.num_layers for layer in tap_layers):
+            raise ConfigError(f"tap_layers: name at most {MAX_TAPS} of the layers from 1 to {self.num_layers}")
+        self._drafts = None
+        if self._modes is not None:
+            self._drafts = Drafts(config.vocab_size, drafters, tap_layers=tap_layers, remembers=prefix_cache)
         self.max_context = max_positions(config)
         self._eos_ids = _eos_ids(self.model)
         self._router = Router(
@@ -292,7 +298,7 @@ class SwarmClient:
         tokenizer = Tokenizer(self.model.path)
         source = self._draft_source
         if isinstance(source, Path) and self._drafts is not None:
-            head = self._load_head(source, boundary)
+            head = self._load_head(source, boundary, self._drafts.tap_layers)
             self._drafts.add(head.drafter, tap_layers=head.tap_layers)
         elif isinstance(source, StoredModel) and self._drafts is not None:
             check_same_tokens(Tokenizer(source.path).vocabulary, tokenizer.vocabulary, name=source.name)
@@ -302,7 +308,7 @@ class SwarmClient:
             self._drafts.add(draft_model.drafter)
         return boundary, tokenizer
 
-    def _load_head(self, folder: Path, boundary: Boundary) -> DraftHead:
+    def _load_head(self, folder: Path, boundary: Boundary, other_taps: Sequence[int]) -> DraftHead:
         head = DraftHead.load(
             folder,
             boundary,
@@ -311,9 +317,10 @@ class SwarmClient:
             num_layers=self.num_layers,
             model_id=self.model.model_id,
         )
-        if len(head.tap_layers) > MAX_TAPS:
+        num_taps = len({*head.tap_layers, *other_taps})
+        if num_taps > MAX_TAPS:
             raise ConfigError(
-                f"{folder} takes the rows of {len(head.tap_layers)} inner layers, and nodes return those of {MAX_TAPS} "
+                f"with {folder} drafters take rows of {num_taps} inner layers, and nodes return those of {MAX_TAPS} "
                 "at most: take another head, or train one with --features three"
             )
         return head

@@ -129,10 +129,6 @@ class DraftHeadDrafter:
     def name(self) -> str:
         return self._kind.name
 
-    @property
-    def tap_layers(self) -> tuple[int, ...]:
-        return self._head.tap_layers
-
     def begin(self, prompt: Sequence[int], noise: SharedNoise | None = None) -> None:
         """See Drafter."""
         self._noise = noise

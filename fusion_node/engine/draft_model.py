@@ -144,10 +144,6 @@ class DraftModelDrafter:
         return self._model.name
 
     @property
-    def tap_layers(self) -> tuple[int, ...]:
-        return ()
-
-    @property
     def num_rows_computed(self) -> int:
         """That went through the model since ``begin``: every token of the text and every node once."""
         return self._log.last_node

@@ -34,7 +34,6 @@ class Scripted:
 
     def __init__(self, name: str, says: list[tuple[int, float]] | Exception, *, fails_in: str = "propose") -> None:
         self.name = name
-        self.tap_layers: tuple[int, ...] = ()
         self.calls: list[str] = []
         self.asked: list[tuple[int, ...]] = []
         self._says = says

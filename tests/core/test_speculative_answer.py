@@ -250,7 +250,7 @@ def test_what_may_be_asked_for_is_what_the_help_names() -> None:
 class Waits:
     """A drafter that answers when it may, and notes what it is told."""
 
-    name, tap_layers = "waits", ()
+    name = "waits"
 
     def __init__(self) -> None:
         self.calls: list[str] = []

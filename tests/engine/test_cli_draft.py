@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from fusion_node.cli.main import app
 from fusion_node.client import swarm
+from fusion_node.client.drafters.suffix import SuffixDrafter
 from fusion_node.client.swarm import SwarmClient
 from fusion_node.engine.draft_training import Trainer
 from fusion_node.engine.drafts import Verified
@@ -194,6 +195,22 @@ def test_client_guesses_with_the_head_in_a_folder(
     drafter.begin([5, 6])
     drafter.extend(Verified([7], rows_TD=np.ones((1, 48), dtype=np.float32)))
     assert len(drafter.propose([(), (9,)], 4)[1]) == 4
+
+
+def test_client_asks_for_the_layers_that_its_own_drafters_read(home: Path) -> None:
+    def client(*tap_layers: int) -> SwarmClient:
+        return SwarmClient(
+            "tiny", home=home, mdns=False, speculation="tree", drafters=[lambda _: SuffixDrafter(None)],
+            tap_layers=tap_layers,
+        )  # fmt: skip
+
+    drafts = client(2, 1, 2)._drafts
+    assert drafts is not None
+    assert drafts.tap_layers == (1, 2)
+    num_layers = client().num_layers
+    for wrong in (0, num_layers + 1):
+        with pytest.raises(ConfigError, match=f"of the layers from 1 to {num_layers}"):
+            client(1, wrong)
 
 
 def test_client_asks_for_the_layers_that_a_head_reads_and_refuses_one_that_reads_too_many(

@@ -232,8 +232,8 @@ def test_tree_of_a_published_head_is_as_if_run_node_by_node(layout: str, boundar
     head = load(write(tmp_path, settings, tensors), boundary)
     short = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
     reference = Reference(short, boundary, norms_residual=settings.get("norm_before_residual", False))
+    assert head.tap_layers == (TAPS if reference.is_eagle3 else ())
     drafter = head.drafter(200)
-    assert drafter.tap_layers == (TAPS if reference.is_eagle3 else ())
     prompt = [3, 1, 4, 1, 5]
     drafter.begin(prompt)
     tree = ReferenceTree(reference, prompt)
@@ -274,8 +274,9 @@ def test_tree_of_an_own_head_is_as_its_training_unrolls_chains(boundary: Boundar
     rows = torch.randn(len(text), 2, SIZE)
     with torch.inference_mode():
         hiddens = own.unroll(rows[None], boundary.embed(text)[None], 4)
-    drafter = load(tmp_path, boundary).drafter(50)
-    assert drafter.tap_layers == (2,)
+    head = load(tmp_path, boundary)
+    assert head.tap_layers == (2,)
+    drafter = head.drafter(50)
     drafter.begin(text[:1])
     known = 4
     # The row of a position is the one that the next token was chosen from.

@@ -155,7 +155,7 @@ class Stage:
 class Skewed:
     """Draws what it proposes, low ids above all, and how sure it is of it."""
 
-    name, tap_layers = "skewed", ()
+    name = "skewed"
 
     def __init__(self, chance: random.Random) -> None:
         self._chance = chance

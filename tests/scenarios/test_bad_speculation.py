@@ -22,7 +22,7 @@ VOCABULARY = 131
 class FailsAfter:
     """Guesses something, and after some calls does what it must not."""
 
-    name, tap_layers = "fails", ()
+    name = "fails"
 
     def __init__(self, num_calls: int, fail: Callable[[Sequence[Sequence[int]]], Proposals]) -> None:
         self.num_calls = num_calls

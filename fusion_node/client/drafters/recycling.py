@@ -118,10 +118,6 @@ class RecyclingDrafter:
     def name(self) -> str:
         return "recycling"
 
-    @property
-    def tap_layers(self) -> tuple[int, ...]:
-        return ()
-
     def begin(self, prompt: Sequence[int], noise: SharedNoise | None = None) -> None:
         """See Drafter."""
         self._noise = noise

@@ -277,10 +277,6 @@ class SuffixDrafter:
     def name(self) -> str:
         return "suffix"
 
-    @property
-    def tap_layers(self) -> tuple[int, ...]:
-        return ()
-
     def begin(self, prompt: Sequence[int], noise: SharedNoise | None = None) -> None:
         """See Drafter."""
         self._start(prompt)
