@@ -206,7 +206,6 @@ class SpeculativeUser(User):
         self.spare = spare
         self.rows: Rows = ()
         self.choose_s = CHOOSE_S
-        self.num_cancels = 0
         self.num_frames_of: dict[int, int] = {}
         self.speculation = SpeculationCore(
             last_token=prompt[-1],
@@ -279,7 +278,6 @@ class SpeculativeUser(User):
                     self.num_frames_of[self.core.epoch] = self.num_frames_of.get(self.core.epoch, 0) + 1
                     self.core.append_tree(event, now=world.now)
                 case CancelDead():
-                    self.num_cancels += 1
                     self.core.cancel(event.root, now=world.now)
                 case Expand():
                     found = self.drafter.propose(event.position, event.paths, event.width)
