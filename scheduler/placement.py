@@ -222,7 +222,7 @@ def _best_window(
     most = max(_num_in(missing, w) for w in options)
     options = [w for w in options if _num_in(missing, w) == most]
     others = [None if i == index else layers for i, layers in enumerate(ranges)]
-    looks = _looks(rate, index, others, options)
+    looks = _looks(rate, index, others, options) if len(options) > MAX_TRIED else dict.fromkeys(options, 0.0)
     held = ranges[index]
 
     def worth_of(window: LayerRange) -> Worth:
@@ -240,9 +240,9 @@ def _looks(
     """About the tokens per second that each window would add: in a new pipeline with those that are in none, in an
     existing one instead of a part of it, or as an alternate."""
     pipelines, left = rate.pipelines(others)
-    left_ranges = [others[i] for i in left]
-    beside = rate.alternates_rate(left_ranges)
-    looks = {w: rate.alternates_rate([*left_ranges, w]) - beside for w in options}
+    counts = holders_per_layer([others[i] for i in left], rate.work.num_layers)
+    beside = rate.alternates_rate_of(counts)
+    looks = {w: rate.alternates_rate_of(_with_one_more(counts, w)) - beside for w in options}
     tokens, layer_s = rate.work.tokens_per_loop, float(rate.layer_s[index])
     ways = [(rate.ways_through(index, others, left), 0.0)]
     ways += [
@@ -385,7 +385,14 @@ def _in_turn(
 def _within(host: Host, work: Work) -> Host:
     """A host whose claims can be computed with: layers outside the model are not held, no room is no room."""
     held = host.held if host.held is not None and host.held.stop <= work.num_layers else None
+    if held is host.held and host.capacity_layers >= 0:
+        return host
     return replace(host, held=held, capacity_layers=max(0, host.capacity_layers))
+
+
+def _with_one_more(counts: Sequence[int], layers: LayerRange) -> list[int]:
+    """Holders per layer, and one more of some layers."""
+    return [*counts[: layers.start], *(n + 1 for n in counts[layers.start : layers.stop]), *counts[layers.stop :]]
 
 
 def _nearest(own: Host, others: Sequence[Host], legs: Legs) -> list[Host]:
@@ -426,7 +433,8 @@ def _percent(gain: float, before: Worth) -> str:
 
 
 def _num_to_load(held: LayerRange | None, layers: LayerRange) -> int:
-    return len(_set(layers) - _set(held))
+    common = None if held is None else _common(held, layers)
+    return len(layers) - (0 if common is None else len(common))
 
 
 def _num_in(missing: Collection[int], layers: LayerRange) -> int:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
+import math
 import statistics
 import zlib
 from collections.abc import Iterable, Sequence
@@ -36,6 +37,9 @@ MAX_ROUTES = 64
 
 MAX_TOGETHER = 64
 """Hosts between which every leg is looked at."""
+
+MAX_ONE_BY_ONE = 8
+"""Hosts, as those of one pipeline, around which ways are reckoned number by number: arrays of one or two cost more."""
 
 MAX_AT_ONCE = 1024
 """Hosts whose legs are asked for in one call, where legs can: 8 MiB. A call costs more than what it tells."""
@@ -179,8 +183,11 @@ class SwarmRate:
 
     def alternates_rate(self, ranges: Iterable[Range]) -> float:
         """What ranges in no pipeline are worth: for every layer half as much for each further holder."""
-        counts = holders_per_layer(ranges, self.work.num_layers)
-        share = sum(1.0 - 0.5**count for count in counts) / self.work.num_layers
+        return self.alternates_rate_of(holders_per_layer(ranges, self.work.num_layers))
+
+    def alternates_rate_of(self, counts: Sequence[int]) -> float:
+        """``alternates_rate`` of ranges, by how many of them have each layer."""
+        share = sum(map(_share_of, counts)) / self.work.num_layers
         return ALTERNATES_WORTH * share * self.reference
 
     def pipelines(self, ranges: Sequence[Range]) -> tuple[list[Pipeline], list[int]]:
@@ -215,6 +222,8 @@ class SwarmRate:
             Per layer boundary 0 to ``num_layers`` the seconds until rows that have passed all layers before it are with
             ``own``; and from there through all layers after it and back to the user. Infinite where nobody can.
         """
+        if len(among) <= MAX_ONE_BY_ONE:
+            return _ways_through_few(self, own, ranges, among)
         return _Grid(self, ranges, among, is_fine=True).ways_through(own)
 
     def _parts(self, indices: Sequence[int]) -> list[list[int]]:
@@ -258,6 +267,7 @@ class _Grid:
         starts, stops = np.array([r.start for r in held], dtype=int), np.array([r.stop for r in held], dtype=int)
         has = (starts[None, :] <= bounds[:-1, None]) & (stops[None, :] >= bounds[1:, None])
         self._counting = np.arange(len(hosts))
+        self._num_left = has.sum(axis=1).tolist()
         layer_s, between_s = rate.layer_s[hosts], rate.between_s(hosts, hosts)
         # Per stretch: who has it, as positions in ``hosts``, and what it takes them.
         self._columns = [np.flatnonzero(row) for row in has]
@@ -288,10 +298,11 @@ class _Grid:
             position = self._positions[index]
             for stretch in self._stretches[position]:
                 self._seconds[stretch][self._places[stretch, position]] = np.inf
+                self._num_left[stretch] -= 1
         self.left = [index for index in self.left if index not in gone]
 
     def fastest(self) -> Pipeline | None:
-        if not all(len(columns) for columns in self._columns):
+        if not all(self._num_left):
             return None
         arrival = self._first_s + self._seconds[0]
         came_from = []
@@ -340,6 +351,55 @@ class _Grid:
         return before, after
 
 
+def _ways_through_few(
+    rate: SwarmRate, own: int, ranges: Sequence[Range], among: Sequence[int]
+) -> tuple[Floats, Floats]:
+    """As _Grid.ways_through, down to the last bit."""
+    num_layers = rate.work.num_layers
+    before, after = np.full(num_layers + 1, np.inf), np.full(num_layers + 1, np.inf)
+    before[0], after[-1] = rate.from_user_s[own], rate.to_user_s[own]
+    hosts = [index for index in among if ranges[index] is not None]
+    if not hosts:
+        return before, after
+    held = [layers for index in hosts if (layers := ranges[index]) is not None]
+    cuts = set(rate.work.cuts)
+    ends = {min(end, num_layers) for layers in held for end in (layers.start, layers.stop)}
+    edges = sorted({0, num_layers} | cuts | ends)
+    columns = [
+        [at for at, layers in enumerate(held) if layers.start <= start and layers.stop >= stop]
+        for start, stop in itertools.pairwise(edges)
+    ]
+    sizes = [stop - start for start, stop in itertools.pairwise(edges)]
+    ways_s = rate.between_s([*hosts, own], [*hosts, own]).tolist()
+    to_own, from_own = [row[-1] for row in ways_s], ways_s[-1]
+    layer_s = rate.layer_s[hosts].tolist()
+
+    def way_s(edge: int, sender: int, receiver: int) -> float:
+        if edges[edge] in cuts:
+            return float(ways_s[sender][receiver])
+        return 0.0 if sender == receiver else math.inf
+
+    arrival = {at: float(rate.from_user_s[hosts[at]]) + layer_s[at] * sizes[0] for at in columns[0]}
+    for edge in range(1, len(edges) - 1):
+        if edges[edge] in cuts:
+            before[edges[edge]] = min((s + to_own[at] for at, s in arrival.items()), default=math.inf)
+        arrival = {
+            to: min((s + way_s(edge, at, to) for at, s in arrival.items()), default=math.inf)
+            + layer_s[to] * sizes[edge]
+            for to in columns[edge]
+        }
+    rest = {at: float(rate.to_user_s[hosts[at]]) + layer_s[at] * sizes[-1] for at in columns[-1]}
+    for edge in reversed(range(1, len(edges) - 1)):
+        if edges[edge] in cuts:
+            after[edges[edge]] = min((from_own[at] + s for at, s in rest.items()), default=math.inf)
+        rest = {
+            at: min((way_s(edge, at, to) + s for to, s in rest.items()), default=math.inf)
+            + layer_s[at] * sizes[edge - 1]
+            for at in columns[edge - 1]
+        }
+    return before, after
+
+
 def believed_speeds(seconds_per_layer: Sequence[float]) -> Floats:
     """Claims, none of them further than BELIEVED_RATIO from the median; NaN, which claims nothing, is the median."""
     claims = np.asarray(seconds_per_layer, dtype=float)
@@ -350,6 +410,11 @@ def believed_speeds(seconds_per_layer: Sequence[float]) -> Floats:
     low, high = median / BELIEVED_RATIO, median * BELIEVED_RATIO
     believed: Floats = np.clip(np.nan_to_num(claims, nan=median, posinf=high, neginf=low), low, high)
     return believed
+
+
+@functools.lru_cache(maxsize=4096)
+def _share_of(count: int) -> float:
+    return 1.0 - 0.5**count
 
 
 def holders_per_layer(ranges: Iterable[Range], num_layers: int) -> list[int]:

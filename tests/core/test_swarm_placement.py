@@ -18,7 +18,7 @@ from fusion_node.types import LayerRange, PeerId
 from scheduler.leg_table import Floats
 from scheduler.pipelines import _Budget, _fewest_stages, _largest_first, water_fill
 from scheduler.placement import Move, Policy, Stay, choose_range, digest, kept_layers, place_all
-from scheduler.swarm_rate import MAX_AT_ONCE, Host, SwarmRate, holders_per_layer, windows
+from scheduler.swarm_rate import MAX_AT_ONCE, Host, SwarmRate, _Grid, holders_per_layer, windows
 from scheduler.topology import Leg
 from tests.core.placement_swarms import Plane, carried_out, host, moves, random_swarm, work
 
@@ -33,6 +33,25 @@ def test_a_model_that_fits_on_one_node_is_not_split() -> None:
     assert chosen.layers == LayerRange(0, 12)
     placed = place_all([host("a", 12), host("b", 15)], work(12), NEAR)
     assert [d.layers for d in placed.decisions] == [LayerRange(0, 12)] * 2
+
+
+@pytest.mark.parametrize("first_layers", [None, frozenset(range(0, 12, 3))])
+def test_ways_around_a_host_are_the_same_reckoned_singly_and_in_arrays(first_layers: frozenset[int] | None) -> None:
+    num_ways = 0
+    for seed in SEEDS:
+        rng = random.Random(seed)
+        hosts, plane = random_swarm(9, seed, capacities=(2, 8))
+        rate = SwarmRate(hosts, work(12, first_layers=first_layers), plane)
+        starts = [rng.randrange(0, 7) for _ in hosts]
+        # Some end beyond the model, and some hold nothing.
+        ranges = [LayerRange(at, at + rng.randint(1, 11)) if rng.random() < 0.8 else None for at in starts]
+        among = rng.sample(range(1, 9), rng.randint(0, 8))
+        singly = rate.ways_through(0, ranges, among)
+        in_arrays = _Grid(rate, ranges, among, is_fine=True).ways_through(0)
+        for one, other in zip(singly, in_arrays, strict=True):
+            assert one.tolist() == other.tolist(), seed
+            num_ways += int(np.isfinite(one).sum()) - 1  # the host's own way to the user, or from there
+    assert num_ways > 2 * len(SEEDS), num_ways
 
 
 def test_a_joiner_takes_what_nobody_holds() -> None:
