@@ -38,7 +38,16 @@ from p2p.link_messages import (
     decode_link_message,
     encode_link_message,
 )
-from p2p.messages import AnyMessage, BandwidthProbe, Step, StepResult, StepTaps, decode_message, encode_message
+from p2p.messages import (
+    AnyMessage,
+    BandwidthProbe,
+    Partials,
+    Step,
+    StepResult,
+    StepTaps,
+    decode_message,
+    encode_message,
+)
 from p2p.noise_core import TAG_BYTES
 from p2p.seam import Link
 from p2p.transfer_core import MAX_DECODE_PAYLOAD_BYTES, NUM_LANES, Lane, Position, Transfer
@@ -74,6 +83,10 @@ def route(message: AnyMessage, payload: Payload) -> tuple[int, bytes | None]:
         if len(payload) <= MAX_DECODE_PAYLOAD_BYTES and message.tensor.num_rows <= MAX_DECODE_ROWS:
             return _DECODE, message.session
         return _PREFILL, message.session
+    if isinstance(message, Partials):
+        # They say for themselves what they belong to, so that they may come in any order.
+        is_small = len(payload) <= MAX_DECODE_PAYLOAD_BYTES and message.num_rows <= MAX_DECODE_ROWS
+        return _DECODE if is_small else _PREFILL, None
     if isinstance(message, StepTaps):
         return _PREFILL, None
     if isinstance(message, BandwidthProbe):

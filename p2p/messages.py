@@ -1,6 +1,7 @@
 """The messages of the data plane: what one node says to another inside a sealed link.
 
-Each is the header of a frame (fusion_node.wire); Step, StepResult and StepTaps are followed by a tensor as payload.
+Each is the header of a frame (fusion_node.wire); Step, StepResult, StepTaps and Partials are followed by a tensor as
+payload.
 The page ``docs/protocol-data-plane.md`` describes them for other implementations.
 
 A session is one FIFO log that every stage applies in order. An entry (Step) first names new nodes of the session's
@@ -14,6 +15,8 @@ Above 600 lines: all of them are one union, which is decoded at once.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import itertools
 import math
 import struct
@@ -22,6 +25,7 @@ from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 
+from fusion_node.slices import MAX_MEMBERS
 from fusion_node.wire import (
     MAX_HEADER_BYTES,
     MAX_PAYLOAD_BYTES,
@@ -36,6 +40,15 @@ MAX_TAPS = 8
 
 MAX_TAPPED_NODES = 64
 """Of one step: who asks for rows beside the answer asks for what is probably on the path."""
+
+MAX_UNIT_ROWS = 256
+"""Of one entry of Partials: a step with more rows is passed through a group in pieces of so many."""
+
+MAX_PARTIALS = 1024
+"""Entries of one message: all sessions that a node serves, with some steps each."""
+
+FUSION_FEATURE = "fusion"
+"""In the ``hello`` of a node that can be a member of a group: it knows Partials, and plans with groups."""
 
 DTYPE_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 """Lossless encodings: IEEE 754 and bfloat16, little-endian, row-major, no padding."""
@@ -61,6 +74,7 @@ NodeIds: TypeAlias = Annotated[tuple[U32, ...], msgspec.Meta(max_length=MAX_NODE
 Reason: TypeAlias = Annotated[str, msgspec.Meta(max_length=512)]
 Code: TypeAlias = Annotated[str, msgspec.Meta(max_length=32)]
 StageIndex: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=127)]
+MemberIndex: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_MEMBERS - 1)]
 LeaseBytes: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=1024)]
 TapLayer: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 TapLayers: TypeAlias = Annotated[tuple[TapLayer, ...], msgspec.Meta(max_length=MAX_TAPS)]
@@ -180,6 +194,8 @@ class OpenSession(Message, frozen=True, array_like=True, tag="open"):
     taps: TapLayers = ()
     """Layers of this stage whose rows the user may ask for with Step.tap, in ascending order: n is the row after n
     layers of the model, so that a stage with the layers [start, stop) has those of start + 1 to stop."""
+    member: MemberIndex = 0
+    """The receiver's place in its stage; 0 where that is one node."""
 
 
 class SessionOpened(Message, frozen=True, array_like=True, tag="opened"):
@@ -371,6 +387,48 @@ class StepTaps(Message, frozen=True, array_like=True, tag="taps"):
     tensor: TensorMeta
 
 
+class PartialsEntry(msgspec.Struct, frozen=True, array_like=True):
+    """Rows of one session in Partials: those of the ``num_rows`` live nodes from ``node`` on of one step.
+
+    ``session`` is alias_of its id and epoch.
+    """
+
+    session: U32
+    node: Annotated[int, msgspec.Meta(ge=1, le=2**32 - 1)]
+    num_rows: Annotated[int, msgspec.Meta(ge=1, le=MAX_UNIT_ROWS)]
+
+
+class Partials(Message, frozen=True, array_like=True, tag="p"):
+    """Member to member: what the receiver's part of one linear's output gets from the sender's part of its input.
+
+    The payload are the rows of all entries in their order, in ``f32``, each of as many values as the receiver's part
+    has. ``exchange`` says of which linear of ``layer``: EXCHANGES. The tag is one letter because four or five of these
+    go to every other member in every layer.
+    """
+
+    layer: Annotated[int, msgspec.Meta(ge=0, le=4096)]
+    exchange: Annotated[int, msgspec.Meta(ge=0, le=7)]
+    entries: Annotated[tuple[PartialsEntry, ...], msgspec.Meta(min_length=1, max_length=MAX_PARTIALS)]
+
+    @property
+    def num_rows(self) -> int:
+        """Of all entries."""
+        return sum(entry.num_rows for entry in self.entries)
+
+
+EXCHANGES = ("qkv", "o", "router", "gate_up", "down")
+"""What Partials.exchange counts, in the order in which a layer has them; one without experts has no router."""
+
+
+@functools.lru_cache(maxsize=4096)
+def alias_of(session: bytes, epoch: int) -> int:
+    """Four bytes for a session under one plan, which everybody in it can reckon.
+
+    A node takes no session whose alias is that of another one; users cannot choose it, but can choose another id.
+    """
+    return int.from_bytes(hashlib.blake2b(session + epoch.to_bytes(4, "little"), digest_size=4).digest(), "little")
+
+
 class Cancel(Message, frozen=True, array_like=True, tag="cancel"):
     """User to every stage: nodes that neither lead to ``root`` nor descend from it will never be committed.
 
@@ -453,6 +511,7 @@ AnyMessage: TypeAlias = (
     | Step
     | StepResult
     | StepTaps
+    | Partials
     | Cancel
     | SessionFailed
     | CloseSession
@@ -497,6 +556,8 @@ def decode_message(frame: bytes | bytearray | memoryview) -> Frame:
         raise WireError(f"not a valid message: {type(error).__name__}") from error
     if isinstance(message, _WITH_TENSOR):
         _check_tensor(message, payload)
+    elif isinstance(message, Partials):
+        _check_partials(message, payload)
     elif isinstance(message, BandwidthProbe):
         if len(payload) > MAX_PROBE_PAYLOAD_BYTES:
             raise WireError("a probe with a payload that is too large")
@@ -509,6 +570,14 @@ def decode_message(frame: bytes | bytearray | memoryview) -> Frame:
     elif isinstance(message, OpenSession):
         _check_open(message)
     return _new_tuple(Frame, (message, payload))  # half the price of Frame(message, payload)
+
+
+def _check_partials(message: Partials, payload: memoryview) -> None:
+    num_rows = message.num_rows
+    if not payload or len(payload) % (DTYPE_BYTES["f32"] * num_rows):
+        raise WireError(f"a payload of {len(payload)} bytes cannot be {num_rows} rows of one width")
+    if len({(entry.session, entry.node) for entry in message.entries}) != len(message.entries):
+        raise WireError("the same rows come twice in one message")
 
 
 def _check_open(message: OpenSession) -> None:
@@ -606,16 +675,20 @@ def _check_live(message: Step) -> None:
 __all__ = [
     "DRAINING",
     "DTYPE_BYTES",
+    "EXCHANGES",
+    "FUSION_FEATURE",
     "INT8",
     "INT8_BLOCK",
     "KEPT_S",
     "MAX_EXPANSION",
     "MAX_HEADER_BYTES",
     "MAX_NODES_PER_STEP",
+    "MAX_PARTIALS",
     "MAX_PAYLOAD_BYTES",
     "MAX_PROBE_PAYLOAD_BYTES",
     "MAX_TAPPED_NODES",
     "MAX_TAPS",
+    "MAX_UNIT_ROWS",
     "NOT_RETAINED",
     "PEER_LOST",
     "RETAIN_S",
@@ -631,6 +704,8 @@ __all__ = [
     "CloseSession",
     "Frame",
     "OpenSession",
+    "Partials",
+    "PartialsEntry",
     "Replayed",
     "Resend",
     "SessionClosed",
@@ -647,6 +722,7 @@ __all__ = [
     "StepResult",
     "StepTaps",
     "TensorMeta",
+    "alias_of",
     "decode_message",
     "encode_message",
     "row_bytes",

@@ -24,6 +24,8 @@ from typing import Annotated, TypeAlias, TypeVar
 
 import msgspec
 
+from fusion_node.errors import ConfigError
+from fusion_node.slices import MAX_MEMBERS, MAX_WEIGHT, ModelSlice
 from fusion_node.types import PeerId, UnixS
 from fusion_node.wire import SignedEnvelope, WireError, decode_bounded
 from p2p.identity import Identity, is_signed_by
@@ -54,6 +56,7 @@ AddressText: TypeAlias = Annotated[str, msgspec.Meta(max_length=256)]
 ShortText: TypeAlias = Annotated[str, msgspec.Meta(max_length=96)]
 ModelText: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$", max_length=64)]
 LayerIndex: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=4096)]
+Weight: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=MAX_WEIGHT)]
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 Seconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e5)]
 Time: TypeAlias = Annotated[float, msgspec.Meta(ge=0.0, le=1e11)]
@@ -103,6 +106,8 @@ class ShardRecord(msgspec.Struct, frozen=True, array_like=True):
     """False while the layers are being loaded: others need not load them too, and no session is opened yet."""
     capacity_layers: LayerIndex = 0
     """So many layers of the model fit on the node, which may go over to others; 0: its operator has chosen these."""
+    slice: ShortText = ""
+    """Which part of these layers, as fusion_node.slices.ModelSlice reads it; empty: all of them."""
 
 
 class RoundTrip(msgspec.Struct, frozen=True, array_like=True):
@@ -154,8 +159,19 @@ class NodeRecord(msgspec.Struct, frozen=True, array_like=True):
     nothing is paid here."""
 
 
+class PlanMember(msgspec.Struct, frozen=True, array_like=True):
+    """One member of a group, and where it can be dialled: its place in the list is that of its slice."""
+
+    peer: PeerText
+    data_addresses: Annotated[tuple[AddressText, ...], msgspec.Meta(max_length=8)]
+    libp2p_addresses: Annotated[tuple[AddressText, ...], msgspec.Meta(max_length=8)] = ()
+
+
 class PlanStage(msgspec.Struct, frozen=True, array_like=True):
-    """One stage of a plan: who serves which layers, and where it can be dialled."""
+    """One stage of a plan: who serves which layers, and where it can be dialled.
+
+    With ``members`` it is a group of which each holds a slice; ``peer`` is then the first of them.
+    """
 
     peer: PeerText
     start: LayerIndex
@@ -163,6 +179,18 @@ class PlanStage(msgspec.Struct, frozen=True, array_like=True):
     data_addresses: Annotated[tuple[AddressText, ...], msgspec.Meta(max_length=8)]
     libp2p_addresses: Annotated[tuple[AddressText, ...], msgspec.Meta(max_length=8)] = ()
     """Multiaddrs, tried after the others: for a node that can only be reached through a relay or a hole in a NAT."""
+    members: Annotated[tuple[PlanMember, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
+    weights: Annotated[tuple[Weight, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
+    """By which the members share the layers, one for each: fusion_node.slices.split."""
+
+    @property
+    def is_group(self) -> bool:
+        return bool(self.members)
+
+    @property
+    def places(self) -> tuple[PlanMember, ...]:
+        """Who serves it: its members, or the one node."""
+        return self.members or (PlanMember(self.peer, self.data_addresses, self.libp2p_addresses),)
 
 
 class Lease(msgspec.Struct, frozen=True, array_like=True):
@@ -197,7 +225,7 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True):
     expires_at: Time
 
 
-def dialled_at(place: NodeRecord | PlanStage) -> tuple[str, ...]:
+def dialled_at(place: NodeRecord | PlanStage | PlanMember) -> tuple[str, ...]:
     """Where a node can be dialled for the data plane, best first: it is what LinkPool.connect takes.
 
     The last one stands for whichever libp2p connection there is by then: once it is a direct one, through a hole in a
@@ -261,7 +289,17 @@ def open_record(envelope: bytes, *, now: UnixS) -> NodeRecord | Refusal:
         return record
     if any(not shard.start < shard.stop <= shard.num_layers for shard in record.shards):
         return Refusal.MALFORMED
+    if not all(_is_slice(shard.slice) for shard in record.shards if shard.slice):
+        return Refusal.MALFORMED
     return _check_dates(record.issued_at, record.expires_at, now, MAX_RECORD_TTL_S) or record
+
+
+def _is_slice(text: str) -> bool:
+    try:
+        ModelSlice.parse(text)
+    except ConfigError:
+        return False
+    return True
 
 
 def claim_of(envelope: bytes) -> NodeRecord | None:
@@ -282,7 +320,15 @@ def open_plan(envelope: bytes, *, now: UnixS) -> Plan | Refusal:
         return Refusal.MALFORMED
     if any(a.stop != b.start for a, b in itertools.pairwise(plan.stages)):
         return Refusal.MALFORMED
+    if not all(map(_is_sound, plan.stages)):
+        return Refusal.MALFORMED
     return _check_dates(plan.issued_at, plan.expires_at, now, MAX_PLAN_TTL_S) or plan
+
+
+def _is_sound(stage: PlanStage) -> bool:
+    """Whether a group is one, and a single node none."""
+    peers = [member.peer for member in stage.members]
+    return len(stage.weights) == len(peers) == len(set(peers)) and peers[:1] in ([], [stage.peer])
 
 
 def open_lease(envelope: bytes, *, now: UnixS) -> Lease | Refusal:

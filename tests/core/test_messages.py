@@ -12,15 +12,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fusion_node.slices import Dims, split
 from fusion_node.wire import WireError, encode_header
 from p2p.messages import (
+    EXCHANGES,
     MAX_NODES_PER_STEP,
+    MAX_PARTIALS,
     MAX_TAPPED_NODES,
     MAX_TAPS,
+    MAX_UNIT_ROWS,
     AnyMessage,
     Cancel,
     CloseSession,
     OpenSession,
+    Partials,
+    PartialsEntry,
     Resend,
     SessionOpened,
     SessionRefused,
@@ -31,9 +37,11 @@ from p2p.messages import (
     StepResult,
     StepTaps,
     TensorMeta,
+    alias_of,
     decode_message,
     encode_message,
 )
+from p2p.noise_core import TAG_BYTES
 from tests.vectors.make_data_plane import MESSAGES
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "data_plane.json").read_text())
@@ -241,6 +249,8 @@ def test_counter_that_is_not_finite_is_refused(value: float) -> None:
         OpenSession(SESSION, 0, 0, b"", SESSION, -1),
         SessionOpened(SESSION, 0, 0, 1.0, 2**32),
         CloseSession(SESSION, 0, 1),  # type: ignore[arg-type]
+        OpenSession(SESSION, 0, 0, b"", member=16),
+        OpenSession(SESSION, 0, 0, b"", member=-1),
         StatusReply(1, bytes(16 * 1024 + 1), {}),
         StatusReply(1, b"", {str(n): 0.0 for n in range(129)}),
         StatusReply(1, b"", {"n" * 65: 0.0}),
@@ -277,10 +287,69 @@ def test_messages_without_the_fields_of_prefix_reuse_mean_none() -> None:
     for fields, meant in (
         (["open", SESSION, 0, 1, b"plan"], OpenSession(SESSION, 0, 1, b"plan", b"", 0)),
         (["opened", SESSION, 0, 1, 30.0], SessionOpened(SESSION, 0, 1, 30.0, 0)),
+        (["open", SESSION, 0, 1, b"plan"], OpenSession(SESSION, 0, 1, b"plan", member=0)),
         (["close", SESSION, 0], CloseSession(SESSION, 0, retain=False)),
         (["opened", SESSION, 0, 1, 30.0, 0, b"", 0, 0, 0], SessionOpened(SESSION, 0, 1, 30.0, taps=())),
     ):
         assert decode_message(encode_header(fields))[0] == meant
+
+
+def partials(*entries: tuple[int, int, int], layer: int = 3, exchange: int = 1) -> Partials:
+    return Partials(layer, exchange, tuple(PartialsEntry(*entry) for entry in entries))
+
+
+def test_partials_have_rows_of_one_width_of_several_sessions() -> None:
+    message = partials((7, 1, 2), (7, 3, 1), (8, 1, 1))
+    assert message.num_rows == 4
+    for width in (1, 5):
+        assert decode(message, bytes(4 * 4 * width))[0] == message
+
+
+@pytest.mark.parametrize(
+    ("message", "num_bytes", "what"),
+    [
+        (partials((7, 1, 2)), 0, "rows of one width"),
+        (partials((7, 1, 2)), 4, "rows of one width"),
+        (partials((7, 1, 2)), 10, "rows of one width"),
+        (partials((7, 1, 1), (7, 1, 1)), 8, "twice"),
+        (partials(), 8, "valid"),
+        (partials((7, 0, 1)), 8, "valid"),
+        (partials((7, 2**32, 1)), 8, "valid"),
+        (partials((2**32, 1, 1)), 8, "valid"),
+        (partials((7, 1, 0)), 8, "valid"),
+        (partials((7, 1, MAX_UNIT_ROWS + 1)), 4 * (MAX_UNIT_ROWS + 1), "valid"),
+        (partials((7, 1, 1), layer=4097), 8, "valid"),
+        (partials((7, 1, 1), exchange=8), 8, "valid"),
+        (partials(*((7, node, 1) for node in range(1, MAX_PARTIALS + 2))), 4 * (MAX_PARTIALS + 1), "valid"),
+    ],
+)
+def test_partials_that_cannot_be_are_refused(message: Partials, num_bytes: int, what: str) -> None:
+    with pytest.raises(WireError, match=what):
+        decode(message, bytes(num_bytes))
+
+
+def test_sessions_of_each_plan_have_an_alias_of_their_own() -> None:
+    assert len({alias_of(bytes([id_]) * 16, epoch) for id_ in range(10) for epoch in range(10)}) == 100
+    assert all(0 <= alias_of(bytes([id_]) * 16, 1) < 2**32 for id_ in range(100))
+
+
+@pytest.mark.parametrize(("num_members", "num_rows"), [(2, 1), (3, 1), (4, 1), (2, 16), (3, 16), (4, 16)])
+def test_exchange_of_a_layer_of_the_built_in_model_costs_few_bytes_beside_the_values(
+    num_members: int, num_rows: int
+) -> None:
+    bounds = split(Dims(hidden=576, heads=9, kv_heads=3, head_dim=64, channels=1536), (1,) * num_members)
+    for to in bounds:
+        qkv = 64 * (len(to.heads) + 2 * len(to.kv_heads)) + 1
+        widths = {"qkv": qkv, "o": len(to.columns), "gate_up": 2 * len(to.channels) + 1, "down": len(to.columns)}
+        num_sent = num_values = 0
+        for kind, width in widths.items():
+            message = partials((alias_of(SESSION, 0), 70_000, num_rows), layer=200, exchange=EXCHANGES.index(kind))
+            frame = len(encode_message(message)) + 4 * num_rows * width
+            assert decode(message, bytes(4 * num_rows * width))[0] == message
+            # The head of a chunk, the tag of a segment, and a masked WebSocket header.
+            num_sent += frame + 5 + TAG_BYTES + (8 if frame + 21 < 2**16 else 14)
+            num_values += 4 * num_rows * width
+        assert num_sent <= 1.05 * num_values
 
 
 @given(data=st.binary(max_size=400))

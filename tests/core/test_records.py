@@ -35,14 +35,20 @@ from p2p.records import (
     sign_plan,
     sign_record,
 )
-from tests.vectors.make_data_plane import ASSIGNMENT, INITIATOR, NOW, PLAN, RECORD, RESPONDER
+from tests.vectors.make_data_plane import ASSIGNMENT, GROUP_PLAN, INITIATOR, NOW, PLAN, RECORD, RESPONDER
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "data_plane.json").read_text())
+MEMBERS = GROUP_PLAN.stages[0].members
 YEAR_S = 365 * 24 * 3600.0
 
 
 def record(**changes: Any) -> bytes:
     return sign_record(msgspec.structs.replace(RECORD, **changes), INITIATOR)
+
+
+def group_plan(**changes: Any) -> bytes:
+    """With another first stage."""
+    return plan(stages=(msgspec.structs.replace(GROUP_PLAN.stages[0], **changes),))
 
 
 def plan(**changes: Any) -> bytes:
@@ -61,6 +67,7 @@ def test_record_and_plan_match_the_vectors() -> None:
     for name, signed, opened, value in (
         ("record", sign_record(RECORD, INITIATOR), open_record, RECORD),
         ("plan", sign_plan(PLAN, RESPONDER), open_plan, PLAN),
+        ("group_plan", sign_plan(GROUP_PLAN, RESPONDER), open_plan, GROUP_PLAN),
         ("assignment", sign_assignment(ASSIGNMENT, RESPONDER), open_assignment, ASSIGNMENT),
     ):
         vector = VECTORS[name]
@@ -73,7 +80,7 @@ def test_record_with_fewer_or_more_fields_of_a_shard_is_read(change: str) -> Non
     body: list[Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(RECORD))
     (shard,) = body[NodeRecord.__struct_fields__.index("shards")]
     if change == "older":  # a program from before the quantisation was told
-        assert [shard.pop() for _ in range(4)] == [0, True, 0.0, ""]
+        assert [shard.pop() for _ in range(5)] == ["", 0, True, 0.0, ""]
     else:
         shard.append("what a later version adds")
     encoded = msgspec.msgpack.encode(body)
@@ -91,7 +98,19 @@ def test_record_tells_the_quantization_of_a_shard() -> None:
     assert open_record(record(shards=(too_long,)), now=later(1)) is Refusal.MALFORMED
 
 
+def test_record_tells_the_slice_of_a_shard() -> None:
+    shard = msgspec.structs.replace(RECORD.shards[0], slice="0/2:1:1")
+    opened = open_record(record(shards=(shard,)), now=later(1))
+    assert isinstance(opened, NodeRecord)
+    assert opened.shards[0].slice == "0/2:1:1"
+
+
+def _sliced(text: str) -> bytes:
+    return record(shards=(msgspec.structs.replace(RECORD.shards[0], slice=text),))
+
+
 REFUSED_RECORDS = [
+    *((_sliced(text), Refusal.MALFORMED) for text in ("0", "3/3", "0/17", "0/0:1", "0/1:1001", "-1/2", "0/2 of 3")),
     (sign_record(RECORD, RESPONDER), Refusal.WRONG_KEY),
     (record(expires_at=NOW + 0.5), Refusal.EXPIRED),
     (record(expires_at=NOW - 5), Refusal.EXPIRED),
@@ -188,6 +207,15 @@ def test_a_measured_field_of_the_wrong_shape_makes_a_record_malformed(changes: d
         (plan(stages=PLAN.stages[::-1]), Refusal.MALFORMED),
         (plan(session=b"short"), Refusal.MALFORMED),
         (plan(max_positions=0), Refusal.MALFORMED),
+        (group_plan(weights=()), Refusal.MALFORMED),
+        (group_plan(weights=(1,)), Refusal.MALFORMED),
+        (group_plan(weights=(1, 1, 1)), Refusal.MALFORMED),
+        (group_plan(weights=(1, 0)), Refusal.MALFORMED),
+        (group_plan(weights=(1, 1001)), Refusal.MALFORMED),
+        (group_plan(members=()), Refusal.MALFORMED),
+        (group_plan(members=MEMBERS[:1] * 2), Refusal.MALFORMED),
+        (group_plan(members=MEMBERS[::-1]), Refusal.MALFORMED),  # the stage is named after its first one
+        (group_plan(members=MEMBERS[:1] * 17, weights=(1,) * 17), Refusal.MALFORMED),
         (plan(numerics="x" * MAX_PLAN_BYTES), Refusal.OVERSIZED),
     ],
 )
@@ -209,6 +237,17 @@ def test_plan_that_breaks_a_rule_is_refused(envelope: bytes, why: Refusal) -> No
 )
 def test_assignment_that_breaks_a_rule_is_refused(envelope: bytes, why: Refusal) -> None:
     assert open_assignment(envelope, now=later(1)) is why
+
+
+def test_places_of_a_stage_are_its_members_or_its_one_node() -> None:
+    alone, group = PLAN.stages[0], GROUP_PLAN.stages[0]
+    assert (alone.is_group, group.is_group) == (False, True)
+    (place,) = alone.places
+    assert (place.peer, dialled_at(place)) == (alone.peer, dialled_at(alone))
+    assert group.places == MEMBERS
+    assert dialled_at(MEMBERS[1]) == ("192.0.2.2:4001", "/ip4/192.0.2.2/tcp/4002", f"/p2p/{RESPONDER.peer_id}")
+    opened = open_plan(group_plan(members=MEMBERS[:1], weights=(7,)), now=later(1))
+    assert isinstance(opened, Plan)
 
 
 def test_a_record_cannot_be_shown_as_a_plan_nor_a_plan_as_a_record() -> None:

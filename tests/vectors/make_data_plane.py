@@ -28,6 +28,8 @@ from p2p.messages import (
     Cancel,
     CloseSession,
     OpenSession,
+    Partials,
+    PartialsEntry,
     Replayed,
     Resend,
     SessionClosed,
@@ -44,6 +46,7 @@ from p2p.messages import (
     StepResult,
     StepTaps,
     TensorMeta,
+    alias_of,
     encode_message,
 )
 from p2p.noise_core import MAX_SEGMENT_PLAIN_BYTES, Handshake, Sealer
@@ -52,6 +55,7 @@ from p2p.records import (
     Assignment,
     NodeRecord,
     Plan,
+    PlanMember,
     PlanStage,
     ShardRecord,
     sign_assignment,
@@ -106,6 +110,22 @@ PLAN = Plan(
     stages=(
         PlanStage(INITIATOR.peer_id, 0, 10, ("192.0.2.1:4001",)),
         PlanStage(RESPONDER.peer_id, 10, 30, ("192.0.2.2:4001", "[2001:db8::1]:4001")),
+    ),
+)
+GROUP_PLAN = msgspec.structs.replace(
+    PLAN,
+    stages=(
+        PlanStage(
+            INITIATOR.peer_id,
+            0,
+            30,
+            (),
+            members=(
+                PlanMember(INITIATOR.peer_id, ("192.0.2.1:4001",)),
+                PlanMember(RESPONDER.peer_id, ("192.0.2.2:4001",), ("/ip4/192.0.2.2/tcp/4002",)),
+            ),
+            weights=(2, 1),
+        ),
     ),
 )
 MESSAGES: tuple[tuple[AnyMessage, bytes], ...] = (
@@ -185,6 +205,12 @@ MESSAGES: tuple[tuple[AnyMessage, bytes], ...] = (
     (StepResult(SESSION, 0, 5, (9,), TensorMeta("f32", 1, 16, "zs1"), ()), bytes(range(40))),
     (SessionFailed(SESSION, 0, 1, "peer", "the next stage is gone", RESPONDER.peer_id), b""),
     (SessionFailed(SESSION, 0, 1, "peer-lost", "the next stage is gone", RESPONDER.peer_id, True), b""),
+    (OpenSession(SESSION, 0, 1, b"plan", member=2), b""),
+    (Partials(11, 0, (PartialsEntry(alias_of(SESSION, 0), 21, 1),)), bytes(range(8))),
+    (
+        Partials(11, 3, (PartialsEntry(alias_of(SESSION, 0), 21, 1), PartialsEntry(alias_of(SESSION, 1), 70_000, 2))),
+        bytes(range(24)),
+    ),
     (CloseSession(SESSION, 0), b""),
     (CloseSession(SESSION, 0, retain=True), b""),
     (SessionClosed(SESSION, 0), b""),
@@ -335,6 +361,11 @@ def vectors() -> dict[str, Any]:
         ],
         "record": {"opened_at": NOW + 1, "envelope": sign_record(RECORD, INITIATOR).hex(), "fields": _plain(RECORD)},
         "plan": {"opened_at": NOW + 1, "envelope": sign_plan(PLAN, RESPONDER).hex(), "fields": _plain(PLAN)},
+        "group_plan": {
+            "opened_at": NOW + 1,
+            "envelope": sign_plan(GROUP_PLAN, RESPONDER).hex(),
+            "fields": _plain(GROUP_PLAN),
+        },
         "assignment": {
             "opened_at": NOW + 1,
             "envelope": sign_assignment(ASSIGNMENT, RESPONDER).hex(),
