@@ -3,11 +3,16 @@
 A group splits the layers that it serves among n members by whole numbers, its *weights*: equal ones for equal parts.
 From these and the sizes of the model everybody derives the same intervals, so nothing else is announced or agreed on.
 
+Within a layer the members exchange partial sums: every linear map is held by its input columns, so that each member has
+a part of every output, and sends each other member the part of the outputs that this one owns. How wide what is sent is
+follows from the same sizes.
+
 Source: cumulative rounding, as in Bresenham's line: an interval's ends are within half a unit of its exact share.
 """
 
 from __future__ import annotations
 
+import enum
 import itertools
 import math
 import re
@@ -76,6 +81,7 @@ class Dims:
         channels: intermediate size of the MLP, or of each expert.
         num_experts: 0 for a dense MLP.
         shared_channels: intermediate size of an expert that every row passes; 0: there is none.
+        experts_per_row: how many of the experts a row is handed to.
     """
 
     hidden: int
@@ -85,6 +91,23 @@ class Dims:
     channels: int
     num_experts: int = 0
     shared_channels: int = 0
+    experts_per_row: int = 0
+
+
+class Exchange(enum.IntEnum):
+    """What members exchange within a layer, in this order."""
+
+    QKV = 0
+    """Partial queries, keys and values, to the owner of the heads, with the sum of squares of the sender's columns."""
+    O = 1  # noqa: E741
+    """Partial outputs of the attention, to the owner of the columns."""
+    ROUTER = 2
+    """With experts only: partial scores of all experts, to everybody, with the sum of squares."""
+    GATE_UP = 3
+    """Partial gates and ups, to the owner of the channels, with the sum of squares unless ROUTER had it. With experts:
+    of those that a row is handed to, from the highest score down."""
+    DOWN = 4
+    """Partial outputs of the MLP, to the owner of the columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +173,26 @@ def split(dims: Dims, weights: Sequence[int]) -> tuple[SliceBounds, ...]:
         )
         for k in range(len(weights))
     )
+
+
+def exchanges(dims: Dims) -> tuple[Exchange, ...]:
+    """Those of one layer, in order."""
+    return tuple(exchange for exchange in Exchange if exchange is not Exchange.ROUTER or dims.num_experts)
+
+
+def exchange_width(dims: Dims, owner: SliceBounds, exchange: Exchange) -> int:
+    """Values per row that each member contributes for this one. A KV head is sent once, however often it is kept."""
+    match exchange:
+        case Exchange.QKV:
+            return (len(owner.heads) + 2 * len(set(owner.kv_heads))) * dims.head_dim + 1
+        case Exchange.ROUTER:
+            return dims.num_experts + 1
+        case Exchange.GATE_UP if dims.num_experts:
+            return 2 * len(owner.channels) * dims.experts_per_row
+        case Exchange.GATE_UP:
+            return 2 * len(owner.channels) + 1
+        case Exchange.O | Exchange.DOWN:
+            return len(owner.columns)
 
 
 def overlap(a: range, b: range) -> range:

@@ -10,7 +10,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion_node.errors import ConfigError
-from fusion_node.slices import MAX_MEMBERS, Dims, ModelSlice, SliceBounds, overlap, split
+from fusion_node.slices import (
+    MAX_MEMBERS,
+    Dims,
+    Exchange,
+    ModelSlice,
+    SliceBounds,
+    exchange_width,
+    exchanges,
+    overlap,
+    split,
+)
 
 BUILT_IN = Dims(hidden=576, heads=9, kv_heads=3, head_dim=64, channels=1536)
 QWEN = Dims(hidden=1536, heads=12, kv_heads=2, head_dim=128, channels=8960)
@@ -139,3 +149,28 @@ def test_columns_of_two_splits_meet_in_every_column_once() -> None:
     ours, theirs = split(BUILT_IN, (2, 1)), split(BUILT_IN, (1, 1, 1))
     met = [overlap(a.columns, b.columns) for a, b in itertools.product(ours, theirs)]
     assert sorted(c for interval in met for c in interval) == list(range(576))
+
+
+@given(dims_and_weights())
+def test_all_outputs_of_a_linear_map_are_sent_once_but_kv_heads_that_several_read(
+    case: tuple[Dims, tuple[int, ...]],
+) -> None:
+    dims, weights = case
+    bounds = split(dims, weights)
+    sums = {e: sum(exchange_width(dims, owner, e) for owner in bounds) for e in exchanges(dims)}
+    n, shared = len(bounds), sum(len(set(b.kv_heads)) for b in bounds) - dims.kv_heads
+    assert sums == {
+        Exchange.QKV: (dims.heads + 2 * dims.kv_heads + 2 * shared) * dims.head_dim + n,
+        Exchange.O: dims.hidden,
+        Exchange.GATE_UP: 2 * dims.channels + n,
+        Exchange.DOWN: dims.hidden,
+    }
+    assert 0 <= shared < n
+
+
+def test_experts_are_scored_by_everybody_and_sent_for_those_chosen() -> None:
+    dims = Dims(hidden=64, heads=4, kv_heads=2, head_dim=16, channels=32, num_experts=8, experts_per_row=2)
+    owner = split(dims, (1, 1))[0]
+    assert [e.name for e in exchanges(dims)] == ["QKV", "O", "ROUTER", "GATE_UP", "DOWN"]
+    assert exchange_width(dims, owner, Exchange.ROUTER) == 8 + 1
+    assert exchange_width(dims, owner, Exchange.GATE_UP) == 2 * 2 * 16
