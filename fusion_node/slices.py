@@ -151,8 +151,7 @@ def split(dims: Dims, weights: Sequence[int]) -> tuple[SliceBounds, ...]:
     Raises:
         ConfigError: the weights are out of bounds, or a member would be left with nothing.
     """
-    check_weights(weights)
-    columns = _cut(dims.hidden, weights, "columns of the hidden state", unit=UNIT)
+    columns = split_columns(dims.hidden, weights)
     channels = _cut(dims.channels, weights, "channels of the MLP", unit=UNIT)
     shared = [range(0)] * len(weights)
     if dims.shared_channels:
@@ -193,6 +192,16 @@ def exchange_width(dims: Dims, owner: SliceBounds, exchange: Exchange) -> int:
             return 2 * len(owner.channels) + 1
         case Exchange.O | Exchange.DOWN:
             return len(owner.columns)
+
+
+def split_columns(hidden: int, weights: Sequence[int]) -> tuple[range, ...]:
+    """Which columns of the hidden state each member of a group holds: all that its neighbours have to know of it.
+
+    Raises:
+        ConfigError: the weights are out of bounds, or a member would be left with nothing.
+    """
+    check_weights(weights)
+    return tuple(_cut(hidden, weights, "columns of the hidden state", unit=UNIT))
 
 
 def overlap(a: range, b: range) -> range:

@@ -313,14 +313,19 @@ SUCCESSOR_UNREACHABLE = "successor-unreachable"
 """SessionRefused.code when the stage itself is well, but cannot reach the next one."""
 
 
+MEMBER_UNREACHABLE = "member-unreachable"
+"""SessionRefused.code when the stage itself is well, but cannot reach another member of its group."""
+
+
 class SessionRefused(Message, frozen=True, array_like=True, tag="refused"):
-    """Stage to user: not reserved, and why."""
+    """Stage to user: not reserved, and why. ``culprit`` is a peer id when another peer is the cause."""
 
     session: SessionBytes
     epoch: U32
     stage: StageIndex
     code: Code
     reason: Reason
+    culprit: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
 
 class Step(Message, frozen=True, array_like=True, tag="step"):
@@ -402,22 +407,18 @@ class Partials(Message, frozen=True, array_like=True, tag="p"):
     """Member to member: what the receiver's part of one linear's output gets from the sender's part of its input.
 
     The payload are the rows of all entries in their order, in ``f32``, each of as many values as the receiver's part
-    has. ``exchange`` says of which linear of ``layer``: EXCHANGES. The tag is one letter because four or five of these
-    go to every other member in every layer.
+    has. ``exchange`` says of which linear of ``layer`` (fusion_node.slices.Exchange). The tag is one letter because
+    four or five of these go to every other member in every layer.
     """
 
     layer: Annotated[int, msgspec.Meta(ge=0, le=4096)]
-    exchange: Annotated[int, msgspec.Meta(ge=0, le=7)]
+    exchange: Annotated[int, msgspec.Meta(ge=0, le=4)]
     entries: Annotated[tuple[PartialsEntry, ...], msgspec.Meta(min_length=1, max_length=MAX_PARTIALS)]
 
     @property
     def num_rows(self) -> int:
         """Of all entries."""
         return sum(entry.num_rows for entry in self.entries)
-
-
-EXCHANGES = ("qkv", "o", "router", "gate_up", "down")
-"""What Partials.exchange counts, in the order in which a layer has them; one without experts has no router."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -675,7 +676,6 @@ def _check_live(message: Step) -> None:
 __all__ = [
     "DRAINING",
     "DTYPE_BYTES",
-    "EXCHANGES",
     "FUSION_FEATURE",
     "INT8",
     "INT8_BLOCK",
@@ -689,6 +689,7 @@ __all__ = [
     "MAX_TAPPED_NODES",
     "MAX_TAPS",
     "MAX_UNIT_ROWS",
+    "MEMBER_UNREACHABLE",
     "NOT_RETAINED",
     "PEER_LOST",
     "RETAIN_S",

@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion_node.slices import Dims, split
+from fusion_node.slices import Dims, exchange_width, exchanges, split
 from fusion_node.wire import WireError, encode_header
 from p2p.messages import (
-    EXCHANGES,
     MAX_NODES_PER_STEP,
     MAX_PARTIALS,
     MAX_TAPPED_NODES,
@@ -319,7 +318,7 @@ def test_partials_have_rows_of_one_width_of_several_sessions() -> None:
         (partials((7, 1, 0)), 8, "valid"),
         (partials((7, 1, MAX_UNIT_ROWS + 1)), 4 * (MAX_UNIT_ROWS + 1), "valid"),
         (partials((7, 1, 1), layer=4097), 8, "valid"),
-        (partials((7, 1, 1), exchange=8), 8, "valid"),
+        (partials((7, 1, 1), exchange=5), 8, "valid"),
         (partials(*((7, node, 1) for node in range(1, MAX_PARTIALS + 2))), 4 * (MAX_PARTIALS + 1), "valid"),
     ],
 )
@@ -337,13 +336,12 @@ def test_sessions_of_each_plan_have_an_alias_of_their_own() -> None:
 def test_exchange_of_a_layer_of_the_built_in_model_costs_few_bytes_beside_the_values(
     num_members: int, num_rows: int
 ) -> None:
-    bounds = split(Dims(hidden=576, heads=9, kv_heads=3, head_dim=64, channels=1536), (1,) * num_members)
-    for to in bounds:
-        qkv = 64 * (len(to.heads) + 2 * len(to.kv_heads)) + 1
-        widths = {"qkv": qkv, "o": len(to.columns), "gate_up": 2 * len(to.channels) + 1, "down": len(to.columns)}
+    dims = Dims(hidden=576, heads=9, kv_heads=3, head_dim=64, channels=1536)
+    for to in split(dims, (1,) * num_members):
         num_sent = num_values = 0
-        for kind, width in widths.items():
-            message = partials((alias_of(SESSION, 0), 70_000, num_rows), layer=200, exchange=EXCHANGES.index(kind))
+        for kind in exchanges(dims):
+            width = exchange_width(dims, to, kind)
+            message = partials((alias_of(SESSION, 0), 70_000, num_rows), layer=200, exchange=kind)
             frame = len(encode_message(message)) + 4 * num_rows * width
             assert decode(message, bytes(4 * num_rows * width))[0] == message
             # The head of a chunk, the tag of a segment, and a masked WebSocket header.

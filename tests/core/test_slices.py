@@ -20,6 +20,7 @@ from fusion_node.slices import (
     exchanges,
     overlap,
     split,
+    split_columns,
 )
 
 BUILT_IN = Dims(hidden=576, heads=9, kv_heads=3, head_dim=64, channels=1536)
@@ -51,6 +52,7 @@ def test_every_part_of_a_layer_is_held_once(case: tuple[Dims, tuple[int, ...]]) 
     dims, weights = case
     bounds = split(dims, weights)
     assert len(bounds) == len(weights)
+    assert split_columns(dims.hidden, weights) == tuple(each.columns for each in bounds)
     assert covers([b.columns for b in bounds], dims.hidden)
     assert covers([b.heads for b in bounds], dims.heads)
     assert covers([b.channels for b in bounds], dims.channels)

@@ -154,6 +154,7 @@ MESSAGES: tuple[tuple[AnyMessage, bytes], ...] = (
     (SessionProgress(SESSION, 1, 1, 9, 8, 30.0, 0.25, b"lease"), b""),
     (SessionDraining(SESSION, 1, 1, 20.0, "the node is shutting down"), b""),
     (SessionRefused(SESSION, 0, 1, "no-memory", "no KV left"), b""),
+    (SessionRefused(SESSION, 0, 1, "member-unreachable", "no way there", RESPONDER.peer_id), b""),
     (
         Step(SESSION, 0, 3, 5, 4, (), 0, (6,), TensorMeta("f32", 2, 2), (StageTiming(10, 20),)),
         bytes(range(16)),
