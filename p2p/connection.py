@@ -126,6 +126,22 @@ class Owner(Protocol):
         ...
 
 
+class Recorder(Protocol):
+    """Who is told of all frames, see p2p.audit_log: called in the event loop, so it neither waits nor raises."""
+
+    def sent(self, peer: PeerId, message: AnyMessage, payload: Payload) -> None:
+        """A frame is taken to be sent. The payload is not changed afterwards."""
+        ...
+
+    def received(self, peer: PeerId, message: AnyMessage, payload: Payload) -> None:
+        """A frame has come, and is about to be handed to whoever handles it."""
+        ...
+
+    def gone(self, peer: PeerId) -> None:
+        """The connection with a peer is over."""
+        ...
+
+
 class LinkEnd:
     """Our end of one link, which reports to it.
 
@@ -342,6 +358,7 @@ class Connection:
         upload: Upload | None,
         max_queue_bytes: int,
         features: tuple[str, ...],
+        recorder: Recorder | None = None,
     ) -> None:
         now = clock()
         self.peer = peer
@@ -383,6 +400,7 @@ class Connection:
         self._on_frame = on_frame
         self._clock = clock
         self._upload = upload
+        self._recorder = recorder
         self._max_queue_bytes = max_queue_bytes
         self._pings: dict[int, asyncio.Future[float]] = {}
         self._drained: asyncio.Future[None] | None = None
@@ -461,6 +479,8 @@ class Connection:
         end = self.end
         try:
             head = encode_message(message)
+            if self._recorder is not None:
+                self._recorder.sent(self.peer, message, payload)
             if end is not None and end.link.is_writable and self._upload is None:
                 plain = self.transfer.pass_on(lane, key, head, payload, end.chunk_bytes)
                 if plain is not None:
@@ -509,6 +529,8 @@ class Connection:
             return
         message, payload = decode_message(frame)
         self.frames_in += 1
+        if self._recorder is not None:
+            self._recorder.received(self.peer, message, payload)
         try:
             self._on_frame(self.peer, message, payload)
         except FusionError as error:
@@ -648,6 +670,8 @@ class Connection:
     def over(self, error: FusionError) -> None:
         """Whoever waits for something of this connection hears why it does not come."""
         self.error = error
+        if self._recorder is not None:
+            self._recorder.gone(self.peer)
         if self._upload is not None:
             self._upload.forget(self)
         for answer in self._pings.values():

@@ -44,7 +44,7 @@ from fusion_node.errors import (
 )
 from fusion_node.types import PeerId
 from fusion_node.wire import MAX_FRAME_BYTES, WireError
-from p2p.connection import Connection, LinkEnd, OnFrame, Payload
+from p2p.connection import Connection, LinkEnd, OnFrame, Payload, Recorder
 from p2p.dialling import DialFailed, dial_any
 from p2p.heartbeat_core import DEAD_AFTER_S, Liveness
 from p2p.identity import short
@@ -154,6 +154,7 @@ class LinkPool:
         clock: monotonic seconds. A test that hands in its own calls ``tick`` itself.
         max_upload_Bps: of all links together, with their headers; None for no limit.
         features: of the protocol, beyond its version, that this process can do with.
+        recorder: who is told of every frame that is sent or comes; None: nobody.
     """
 
     def __init__(
@@ -172,6 +173,7 @@ class LinkPool:
         max_held_bytes: int = MAX_HELD_BYTES,
         max_upload_Bps: float | None = None,
         features: Sequence[str] = (),
+        recorder: Recorder | None = None,
     ) -> None:
         self._network = network
         self._identity_peer = identity_peer
@@ -185,6 +187,7 @@ class LinkPool:
         self._max_unfinished_bytes = max_unfinished_bytes
         self._max_held_bytes = max_held_bytes
         self._features = tuple(features)
+        self._recorder = recorder
         self._upload = None if max_upload_Bps is None else Upload(max_upload_Bps, now=clock())
         self._upload_timer: asyncio.TimerHandle | None = None
         self._connections: dict[PeerId, Connection] = {}
@@ -568,6 +571,7 @@ class LinkPool:
             upload=self._upload,
             max_queue_bytes=self._max_queue_bytes,
             features=self._features,
+            recorder=self._recorder,
         )
         self._connections[peer] = connection
         return connection

@@ -311,6 +311,15 @@ def claim_of(envelope: bytes) -> NodeRecord | None:
         return None
 
 
+def plan_claim_of(envelope: bytes) -> Plan | None:
+    """What an envelope says, its signature and dates unchecked; None when it cannot be read."""
+    try:
+        outer = decode_bounded(envelope, SignedEnvelope, limit_bytes=MAX_PLAN_BYTES)
+        return decode_bounded(outer.body, Plan, limit_bytes=MAX_PLAN_BYTES)
+    except WireError:
+        return None
+
+
 def open_plan(envelope: bytes, *, now: UnixS) -> Plan | Refusal:
     """Checks size, form, signature, dates and contiguity of a plan."""
     plan = _open(envelope, Plan, _PLAN_DOMAIN, MAX_PLAN_BYTES, lambda p: p.user)
