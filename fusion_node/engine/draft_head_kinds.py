@@ -31,6 +31,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.draft_head_files import CONFIG_FILE, HeadTensors, read_config
+from fusion_node.engine.linear import speed_up_linears
 from fusion_node.engine.trained_head import TrainedHead
 from fusion_node.errors import ConfigError
 
@@ -271,7 +272,11 @@ class OwnHead:
         self.dtype, self.device = torch.float32, boundary.device
         self.vocabulary = config.vocab_size
         self.token_ids: torch.Tensor | None = head.token_ids.cpu()
-        self._head_WD = boundary.head_rows(head.token_ids.tolist())
+        rows_WD = boundary.head_rows(head.token_ids.tolist())
+        self._lm_head = torch.nn.Linear(rows_WD.shape[1], rows_WD.shape[0], bias=False, device="meta")
+        self._lm_head.weight = torch.nn.Parameter(rows_WD, requires_grad=False)
+        for module in (head, self._lm_head):
+            speed_up_linears(module)
 
     def embed(self, tokens: Sequence[int]) -> torch.Tensor:
         """See HeadKind."""
@@ -295,7 +300,8 @@ class OwnHead:
     def logits(self, out_TD: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
         """See HeadKind."""
         scales = self._head.log_scales[torch.tensor(steps).clamp(max=len(self._head.log_scales)) - 1].exp()
-        return out_TD @ self._head_WD.t() * scales.to(out_TD).unsqueeze(1)
+        logits_TW: torch.Tensor = self._lm_head(out_TD)
+        return logits_TW * scales.to(out_TD).unsqueeze(1)
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
