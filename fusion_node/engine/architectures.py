@@ -35,6 +35,9 @@ class Architecture:
         input_switch: setting of the base model's configuration that lets it do so.
         wrapped_by: model_type of checkpoints that hold this decoder as the text part of something larger.
         needs_contiguous: its class takes what linear layers put out for contiguous.
+        fuses: its layers can be split among the members of a fusion group (fusion_node.engine.sliced_stage): plain
+            layers of RMSNorm, attention and a gated MLP or experts, each added to the residual, and no norm over what
+            several members hold but the one whose sum of squares they exchange.
     """
 
     model_type: str
@@ -43,51 +46,52 @@ class Architecture:
     input_switch: str | None = None
     wrapped_by: str | None = None
     needs_contiguous: bool = False
+    fuses: bool = False
 
 
-_SLIDING, _MLA, _DSA = "sliding window", "latent attention (MLA)", "sparse attention (DSA)"
+SLIDING, _MLA, _DSA = "sliding window", "latent attention (MLA)", "sparse attention (DSA)"
 _EXPERTS, _SHARED = "experts", "shared experts"
 _QK_NORM, _POST_NORMS, _PARTIAL, _NO_ROPE = "QK norm", "post norms", "partial RoPE", "layers without RoPE"
 _SCALE = "embedding_multiplier"
 
 _FAMILIES = (
-    Architecture("llama"),
-    Architecture("mistral", (_SLIDING,), wrapped_by="mistral3"),
-    Architecture("qwen2", (_SLIDING, "QKV bias")),
-    Architecture("qwen3", (_SLIDING, _QK_NORM)),
-    Architecture("qwen3_moe", (_SLIDING, _QK_NORM, _EXPERTS)),
-    Architecture("gemma2", (_SLIDING, "soft cap", _POST_NORMS)),
-    Architecture("gemma3_text", (_SLIDING, "RoPE by layer type", _QK_NORM, _POST_NORMS), wrapped_by="gemma3"),
-    Architecture("phi3", (_SLIDING, "fused QKV")),
+    Architecture("llama", fuses=True),
+    Architecture("mistral", (SLIDING,), wrapped_by="mistral3", fuses=True),
+    Architecture("qwen2", (SLIDING, "QKV bias"), fuses=True),
+    Architecture("qwen3", (SLIDING, _QK_NORM), fuses=True),
+    Architecture("qwen3_moe", (SLIDING, _QK_NORM, _EXPERTS), fuses=True),
+    Architecture("gemma2", (SLIDING, "soft cap", _POST_NORMS)),
+    Architecture("gemma3_text", (SLIDING, "RoPE by layer type", _QK_NORM, _POST_NORMS), wrapped_by="gemma3"),
+    Architecture("phi3", (SLIDING, "fused QKV")),
     Architecture("olmo2", (_QK_NORM, _POST_NORMS)),
-    Architecture("smollm3", (_SLIDING, _NO_ROPE)),
+    Architecture("smollm3", (SLIDING, _NO_ROPE)),
     Architecture("glm4", (_PARTIAL, _POST_NORMS)),
     Architecture("glm4_moe", (_PARTIAL, _QK_NORM, _EXPERTS, _SHARED)),
     Architecture("glm_moe_dsa", (_MLA, _DSA, _EXPERTS, _SHARED)),
-    Architecture("cohere2", (_SLIDING, _NO_ROPE, "parallel MLP")),
-    Architecture("starcoder2", (_SLIDING, "LayerNorm", "biases")),
+    Architecture("cohere2", (SLIDING, _NO_ROPE, "parallel MLP")),
+    Architecture("starcoder2", (SLIDING, "LayerNorm", "biases")),
     Architecture("granite", ("scaled residuals",), input_scale=_SCALE),
-    Architecture("gpt_oss", (_SLIDING, "attention sinks", _EXPERTS)),
-    Architecture("mixtral", (_SLIDING, _EXPERTS)),
+    Architecture("gpt_oss", (SLIDING, "attention sinks", _EXPERTS)),
+    Architecture("mixtral", (SLIDING, _EXPERTS), fuses=True),
     Architecture("olmoe", (_QK_NORM, _EXPERTS)),
     Architecture("deepseek_v3", (_MLA, _EXPERTS, _SHARED)),
     # Asked for less, and the same to the engine.
     Architecture(
         "afmoe",
-        (_SLIDING, _NO_ROPE, _QK_NORM, _POST_NORMS, _EXPERTS, _SHARED),
+        (SLIDING, _NO_ROPE, _QK_NORM, _POST_NORMS, _EXPERTS, _SHARED),
         input_switch="mup_enabled",
         needs_contiguous=True,
     ),
     Architecture("apertus", (_QK_NORM, "ungated MLP")),
     Architecture("arcee", ("ungated MLP",)),
     Architecture("cohere", ("parallel MLP", "LayerNorm", _QK_NORM)),
-    Architecture("cwm", (_SLIDING,)),
+    Architecture("cwm", (SLIDING,)),
     Architecture("deepseek_v2", (_MLA, _EXPERTS, _SHARED), needs_contiguous=True),
     Architecture("deepseek_v32", (_MLA, _DSA, _EXPERTS, _SHARED)),
-    Architecture("dots1", (_SLIDING, _QK_NORM, _EXPERTS, _SHARED)),
+    Architecture("dots1", (SLIDING, _QK_NORM, _EXPERTS, _SHARED)),
     Architecture("ernie4_5"),
     Architecture("ernie4_5_moe", (_EXPERTS, _SHARED)),
-    Architecture("exaone4", (_SLIDING, _NO_ROPE, _QK_NORM, _POST_NORMS)),
+    Architecture("exaone4", (SLIDING, _NO_ROPE, _QK_NORM, _POST_NORMS)),
     Architecture("flex_olmo", (_QK_NORM, _POST_NORMS, _EXPERTS)),
     Architecture("gemma"),
     Architecture("glm", (_PARTIAL,)),
@@ -98,10 +102,10 @@ _FAMILIES = (
     Architecture("hunyuan_v1_dense", (_QK_NORM,)),
     Architecture("hunyuan_v1_moe", (_QK_NORM, _EXPERTS, _SHARED)),
     Architecture("minimax_m2", (_PARTIAL, _QK_NORM, _EXPERTS)),
-    Architecture("ministral", (_SLIDING,)),
+    Architecture("ministral", (SLIDING,)),
     Architecture("olmo", ("LayerNorm", "clipped QKV")),
-    Architecture("olmo3", (_SLIDING, _QK_NORM, _POST_NORMS)),
-    Architecture("qwen2_moe", (_SLIDING, "QKV bias", _EXPERTS, _SHARED)),
+    Architecture("olmo3", (SLIDING, _QK_NORM, _POST_NORMS)),
+    Architecture("qwen2_moe", (SLIDING, "QKV bias", _EXPERTS, _SHARED)),
     Architecture("seed_oss", ("QKV bias",)),
     Architecture("solar_open", (_PARTIAL, _EXPERTS, _SHARED)),
 )

@@ -1,5 +1,7 @@
 """The shard of one node: its layers on one or several devices, and the KV of all sessions.
 
+What holds for whole layers and for slices of them alike is in KVEngine; fusion_node.engine.slice_engine is the other.
+
 Two halves that never wait for each other: ``plan`` decides on the event loop where in the KV pool a batch goes, and
 ``run`` computes it on the thread of a device. Batches are run in the order in which they were planned.
 
@@ -12,12 +14,14 @@ import functools
 import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from fusion_node.engine.block_manager_core import BLOCK_SLOTS, BlockCopy, BlockManager, SlotMove
 from fusion_node.engine.device import memory_errors
 from fusion_node.engine.kv_cache import KVPool
+from fusion_node.engine.numerics import NumericsClass
 from fusion_node.engine.session_log_core import StepRows
 from fusion_node.engine.stage import Stage, StepInput
 from fusion_node.engine.taps import Tapped
@@ -55,8 +59,29 @@ class PlannedBatch:
     changed: frozenset[int] = frozenset()
 
 
-class ShardEngine:
-    """Layers and KV.
+class HoldsLayers(Protocol):
+    """What the KV of a shard needs to know of its layers: a Stage, or a slice of one."""
+
+    layers: LayerRange
+    numerics: NumericsClass
+    device: torch.device
+    hidden_size: int
+    num_weight_bytes: int
+
+    @property
+    def first_layers(self) -> frozenset[int] | None: ...
+
+    @property
+    def kv_bytes_per_position(self) -> int: ...
+
+    def new_pool(self, num_slots: int) -> KVPool: ...
+
+
+S = TypeVar("S", bound=HoldsLayers)
+
+
+class KVEngine(Generic[S]):
+    """The KV of all sessions on the devices of a node.
 
     Args:
         stages: consecutive layers, one stage per device.
@@ -66,7 +91,7 @@ class ShardEngine:
         ResourceExhausted: not one block fits into the budget, or the budget not into memory.
     """
 
-    def __init__(self, stages: Sequence[Stage], *, kv_budget_bytes: int) -> None:
+    def __init__(self, stages: Sequence[S], *, kv_budget_bytes: int) -> None:
         self.stages = tuple(stages)
         for before, after in itertools.pairwise(self.stages):
             if before.layers.stop != after.layers.start:
@@ -82,7 +107,6 @@ class ShardEngine:
         self.blocks = BlockManager(num_blocks)
         self._num_slots = num_blocks * BLOCK_SLOTS
         self._pools: list[KVPool | None] = [stage.new_pool(self._num_slots) for stage in self.stages]
-        self._parts = [functools.lru_cache(MAX_PARTS)(stage.part) for stage in self.stages]
 
     @property
     def numerics(self) -> str:
@@ -104,11 +128,6 @@ class ShardEngine:
     @property
     def num_devices(self) -> int:
         return len(self.stages)
-
-    @property
-    def num_parts(self) -> int:
-        """Layer ranges whose stages are kept ready, on all devices."""
-        return sum(part.cache_info().currsize for part in self._parts)
 
     @property
     def num_weight_bytes(self) -> int:
@@ -156,6 +175,37 @@ class ShardEngine:
                 else:
                     pool.move(change)
 
+    def release_kv(self) -> bool:
+        """Gives the KV memory back, and with it what was retained; the next forward takes it again.
+
+        Returns:
+            False, and nothing is done, while a session is open.
+        """
+        if self.blocks.num_open:
+            return False
+        self.blocks.evict(self.blocks.num_blocks)
+        self._pools = [None for _ in self.stages]
+        return True
+
+    def _pool(self, device: int) -> KVPool:
+        pool = self._pools[device]
+        if pool is None:
+            pool = self._pools[device] = self.stages[device].new_pool(self._num_slots)
+        return pool
+
+
+class ShardEngine(KVEngine[Stage]):
+    """Whole layers, and their KV."""
+
+    def __init__(self, stages: Sequence[Stage], *, kv_budget_bytes: int) -> None:
+        super().__init__(stages, kv_budget_bytes=kv_budget_bytes)
+        self._parts = [functools.lru_cache(MAX_PARTS)(stage.part) for stage in self.stages]
+
+    @property
+    def num_parts(self) -> int:
+        """Layer ranges whose stages are kept ready, on all devices."""
+        return sum(part.cache_info().currsize for part in self._parts)
+
     def run(
         self,
         batch: PlannedBatch,
@@ -187,24 +237,6 @@ class ShardEngine:
         ]
         outputs = iter(part.forward(inputs, self._pool(device)) if inputs else ())
         return [x_TD if x_TD is None or not len(x_TD) else next(outputs) for x_TD in rows]
-
-    def release_kv(self) -> bool:
-        """Gives the KV memory back, and with it what was retained; the next forward takes it again.
-
-        Returns:
-            False, and nothing is done, while a session is open.
-        """
-        if self.blocks.num_open:
-            return False
-        self.blocks.evict(self.blocks.num_blocks)
-        self._pools = [None for _ in self.stages]
-        return True
-
-    def _pool(self, device: int) -> KVPool:
-        pool = self._pools[device]
-        if pool is None:
-            pool = self._pools[device] = self.stages[device].new_pool(self._num_slots)
-        return pool
 
     def _part(self, device: int, layers: LayerRange) -> Stage | None:
         stage = self.stages[device]

@@ -53,6 +53,27 @@ class StepInput:
     tapped: Tapped | None = None
 
 
+def segments_of(batch: Sequence[StepInput]) -> list[Segment]:
+    """The shares of these steps in one packed call, in order."""
+    segments, start = [], 0
+    for item in batch:
+        step, first, stop = item.step, item.first_row, item.first_row + len(item.rows_TD)
+        segments.append(
+            Segment(
+                start,
+                start + stop - first,
+                step.first_slot + first,
+                item.runs,
+                step.positions[first:stop],
+                None if step.is_chain else step.visible[first:stop],
+                step.num_committed,
+                step.live_positions,
+            )
+        )
+        start += stop - first
+    return segments
+
+
 class Stage:
     """Layers ``[start, stop)`` of a model, resident on one device. Not thread-safe: one compute thread calls it."""
 
@@ -212,22 +233,7 @@ class Stage:
         Raises:
             ResourceExhausted: the device has no room for what the call needs beside the KV.
         """
-        segments, start = [], 0
-        for item in batch:
-            step, first, stop = item.step, item.first_row, item.first_row + len(item.rows_TD)
-            segments.append(
-                Segment(
-                    start,
-                    start + stop - first,
-                    step.first_slot + first,
-                    item.runs,
-                    step.positions[first:stop],
-                    None if step.is_chain else step.visible[first:stop],
-                    step.num_committed,
-                    step.live_positions,
-                )
-            )
-            start += stop - first
+        segments = segments_of(batch)
         rows = [item.rows_TD for item in batch]
         rows_TD = rows[0] if len(rows) == 1 else torch.cat(rows)
         wishes = [(i.tapped, s.start) for i, s in zip(batch, segments, strict=True) if i.tapped is not None]

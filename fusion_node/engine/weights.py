@@ -29,7 +29,7 @@ from transformers.core_model_loading import (
 )
 
 from fusion_node.engine.quantized import Quantization, QuantizedSource, resident_bytes, tensor_bytes
-from fusion_node.errors import StoreCorrupted
+from fusion_node.errors import ConfigError, StoreCorrupted
 
 _SAFETENSORS_DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -100,6 +100,57 @@ def fill(
         quantization.finish(model)
         return resident_bytes(model)
     return num_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stored tensor, whole, and which part it is of a parameter of the module.
+
+    Attributes:
+        name: of the parameter.
+        expert: of a parameter that holds all experts of a layer; None: of any other.
+        first_row: of the parameter, or of the expert's part of it, that the tensor begins at.
+    """
+
+    name: str
+    tensor: torch.Tensor
+    expert: int | None = None
+    first_row: int = 0
+
+
+def stored_pieces(model: PreTrainedModel, source: TensorSource) -> Iterator[Piece]:
+    """What the parameters of ``model``, which is on the meta device, are made of: for who keeps parts of it only.
+
+    One tensor after the other, as it is stored: mapped, checked, and gone when the caller keeps no view of it.
+
+    Raises:
+        ConfigError: a parameter is made of stored tensors otherwise than by stacking experts.
+        StoreCorrupted: a tensor is missing, has another shape, or does not match the manifest.
+    """
+    targets = _targets(model, source, None)
+    for target in targets:
+        if target.converter is not None and not _stacks_experts(target.converter):
+            raise ConfigError(f"{target.name} of {source.name} is converted when it is loaded: it cannot be sliced")
+    opened = source.open_tensors(tuple(part.stored for target in targets for part in target.parts))
+    for target in targets:
+        expected = _tensor_of(model, target.name)
+        parts = ((part, _view(source, *next(opened))) for part in target.parts)
+        if target.converter is not None:
+            for expert, first_row, tensor in _expert_places(source, target, parts, expected):
+                yield Piece(target.name, tensor, expert, first_row)
+                del tensor
+            continue
+        ((_, tensor),) = parts
+        if tensor.shape != expected.shape:
+            raise _wrong_shape(source, target.name, tensor, expected)
+        if tensor.dim() == 3:
+            for expert, of_expert in enumerate(tensor):
+                yield Piece(target.name, of_expert, expert)
+                del of_expert
+        else:
+            yield Piece(target.name, tensor)
+        # Not kept until the next is there.
+        del tensor
 
 
 def compute_buffers(model: PreTrainedModel, device: torch.device) -> None:
@@ -237,17 +288,26 @@ def _stack_experts(
     source: TensorSource, target: _Target, parts: Iterator[tuple[_Part, torch.Tensor]], out_EFD: torch.Tensor
 ) -> None:
     """Writes expert by expert into place, so that no second copy of a layer's experts ever exists."""
+    for expert, offset, tensor in _expert_places(source, target, parts, out_EFD):
+        out_EFD[expert, offset : offset + len(tensor)].copy_(tensor)
+
+
+def _expert_places(
+    source: TensorSource, target: _Target, parts: Iterator[tuple[_Part, torch.Tensor]], whole_EFD: torch.Tensor
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Expert, and first row within it, of each tensor."""
     patterns = target.converter.source_patterns if target.converter is not None else []
-    num_experts, rows = len(out_EFD), out_EFD.shape[1] // len(patterns)
+    num_experts, rows = len(whole_EFD), whole_EFD.shape[1] // len(patterns)
     filled = dict.fromkeys(patterns, 0)
     for part, tensor in parts:
         expert, offset = filled[part.pattern], rows * patterns.index(part.pattern)
         if expert == num_experts:
             break
-        place = out_EFD[expert, offset : offset + rows]
+        place = whole_EFD[expert, offset : offset + rows]
         if place.shape != tensor.shape:
             raise _wrong_shape(source, part.stored, tensor, place)
-        place.copy_(tensor)
+        yield expert, offset, tensor
+        del tensor  # not kept until the next is there
         filled[part.pattern] += 1
     if set(filled.values()) != {num_experts} or len(target.parts) != num_experts * len(patterns):
         raise StoreCorrupted(
