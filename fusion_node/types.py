@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NewType
 
@@ -10,6 +11,9 @@ from fusion_node.errors import InvalidLayers
 
 PeerId = NewType("PeerId", str)
 """libp2p peer id of an Ed25519 key in base58btc, for example ``12D3KooW…``; the public key can be read out of it."""
+
+_BETWEEN_MEMBERS = "+"
+"""In no peer id: base58 has only letters and digits."""
 
 ModelId = NewType("ModelId", str)
 """Root hash of the weight manifest, 64 lower-case hexadecimal digits."""
@@ -22,6 +26,22 @@ MonotonicS = NewType("MonotonicS", float)
 
 UnixS = NewType("UnixS", float)
 """Seconds since 1970 in UTC. Only in signed records and plans; never used to measure a duration."""
+
+
+def group_id(members: Sequence[PeerId]) -> PeerId:
+    """What stands for a fusion group where a peer is named: the ids of its members, in the order of their slices."""
+    return PeerId(_BETWEEN_MEMBERS.join(members))
+
+
+def members_of(peer: PeerId) -> tuple[PeerId, ...]:
+    """The members of a group, or the peer itself."""
+    return tuple(map(PeerId, peer.split(_BETWEEN_MEMBERS)))
+
+
+def is_group(peer: PeerId) -> bool:
+    """Whether the id stands for a fusion group."""
+    return _BETWEEN_MEMBERS in peer
+
 
 _RANGE = re.compile(r"^(\d{1,5}):(\d{1,5})$")
 

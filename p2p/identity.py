@@ -18,7 +18,7 @@ import nacl.exceptions
 import nacl.signing
 
 from fusion_node.errors import ConfigError
-from fusion_node.types import PeerId
+from fusion_node.types import PeerId, members_of
 
 _PEER_ID_PREFIX = bytes([0x00, 0x24, 0x08, 0x01, 0x12, 0x20])
 """identity multihash (0x00), 36 bytes long (0x24), protobuf: key type Ed25519 (08 01), 32 data bytes (12 20)."""
@@ -114,5 +114,5 @@ def is_signed_by(peer_id: str, domain: bytes, body: bytes, signature: bytes) -> 
 
 
 def short(peer_id: str) -> str:
-    """The last eight characters, as people read them in tables; all Ed25519 ids begin alike."""
-    return f"…{peer_id[-8:]}"
+    """The last eight characters, as people read them in tables; all Ed25519 ids begin alike. Of a group, each member's."""
+    return "+".join(f"…{member[-8:]}" for member in members_of(PeerId(peer_id)))

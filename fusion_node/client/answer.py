@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol, Self
 
 import structlog
@@ -14,7 +15,9 @@ from fusion_node.client.answer_core import (
     AnswerCore,
     AnswerEvent,
     Failed,
+    PeerFailed,
     Place,
+    Repaired,
     RowsWanted,
     SessionBegan,
     SessionEnded,
@@ -25,13 +28,14 @@ from fusion_node.client.answer_core import (
     WantsRoute,
 )
 from fusion_node.client.connection import SwarmConnection
+from fusion_node.client.groups_core import Groups, Said
 from fusion_node.client.session_core import Prefix
 from fusion_node.errors import FusionError, PeerError, PeerUnreachable
-from fusion_node.types import MonotonicS, PeerId
-from p2p.compression import Packed
+from fusion_node.types import MonotonicS, PeerId, is_group, members_of
+from p2p.compression import Packed, Packing
 from p2p.identity import short
-from p2p.messages import AnyMessage, StepResult, StepTaps, TensorMeta
-from p2p.records import dialled_at
+from p2p.messages import FUSION_FEATURE, AnyMessage, StepResult, StepTaps, TensorMeta
+from p2p.records import PlanMember, dialled_at
 
 CONNECT_S = 6.0
 """For a link to a node: as long as measuring one may take."""
@@ -91,7 +95,8 @@ class AnswerShell:
         core: not started.
         embed: encodes the rows of positions ``[start, stop)``, which is the work of another thread.
         on_compute: runs a function on the thread for that.
-        on_event: is told of every event, after it was followed.
+        on_event: is told of every event, after it was followed. Of faults of groups, it is told of members'.
+        groups: is told of every plan that the core makes, before its messages; None: no place is ever a group.
 
     Attributes:
         retain: set before leaving: the stages are to keep the KV for a later session with the same beginning.
@@ -105,10 +110,12 @@ class AnswerShell:
         routes: Routes,
         *,
         embed: Callable[[int, int], Awaitable[EncodedRows]],
-        on_compute: Callable[[Callable[[], Packed]], Awaitable[Packed]],
+        on_compute: Callable[[Callable[[], Any]], Awaitable[Any]],
         on_event: Callable[[AnswerEvent], None],
+        groups: Groups | None = None,
     ) -> None:
         self.core = core
+        self._groups = groups or Groups(None, wire_dtype="", decompress=lambda payload, tensor: payload)
         self.retain = False
         self.is_kept = False
         self._connection = connection
@@ -181,6 +188,22 @@ class AnswerShell:
     # what comes from outside
 
     def _on_message(self, peer: PeerId, message: AnyMessage, payload: memoryview) -> None:
+        if not self._groups.are_used:
+            self._take(peer, message, payload)
+            return
+        found: list[Said] = []
+        self._guard(lambda: found.extend(self._through_groups(peer, message, payload)))
+        for said in found:
+            self._take(said.source, said.message, said.payload)
+
+    def _through_groups(self, peer: PeerId, message: AnyMessage, payload: memoryview) -> list[Said]:
+        said = self._groups.receive(peer, message, payload, now=self._now())
+        for member, answer in self._groups.outbox():
+            self._send_to(member, answer)
+        return said
+
+    def _take(self, peer: PeerId, message: AnyMessage, payload: memoryview) -> None:
+        """What a stage says."""
         if isinstance(message, StepTaps):
             rows = Returned(message.tensor, payload, peer)
             self._guard(lambda: self.core.receive_taps(message, rows, source=peer, now=self._now()))
@@ -191,7 +214,12 @@ class AnswerShell:
 
     def _on_lost(self, peer: PeerId | None, error: FusionError) -> None:
         """``peer`` None: all of them, because the connection itself is closed."""
-        self._guard(lambda: self.core.link_closed(peer or PeerId(""), error, now=self._now()))
+        self._guard(lambda: self._lost(peer or PeerId(""), error))
+
+    def _lost(self, peer: PeerId, error: FusionError) -> None:
+        self._groups.lost(peer)
+        for each in (peer, *self._groups.groups_of(peer)):
+            self.core.link_closed(each, error, now=self._now())
 
     def _on_timer(self) -> None:
         self._guard(lambda: self.core.handle_timer(now=self._now()))
@@ -224,13 +252,12 @@ class AnswerShell:
             while True:
                 while (event := self.core.next_event()) is not None:
                     self._follow(event)
-                    self._on_event(event)
+                    for each in self._with_members(event):
+                        self._on_event(each)
                 messages = self.core.messages_to_send()
                 for peer, message in messages:
-                    try:
-                        self._connection.links.send(peer, message)
-                    except PeerError as error:
-                        self.core.link_closed(peer, error, now=self._now())
+                    for member, each_message in self._groups.outgoing(peer, message, now=self._now()):
+                        self._send_to(member, each_message)
                 if not messages and not self._send_rows():
                     break
         finally:
@@ -241,19 +268,45 @@ class AnswerShell:
         # The event loop's clock is the monotonic one that the core is handed.
         self._timer = None if due is None else self._loop.call_at(due, self._on_timer)
 
+    def _send_to(self, peer: PeerId, message: AnyMessage, payload: memoryview | None = None) -> None:
+        try:
+            if payload is None:
+                self._connection.links.send(peer, message)
+            else:
+                self._connection.links.send(peer, message, payload)
+        except PeerError as error:
+            self._lost(peer, error)
+
+    def _with_members(self, event: AnswerEvent) -> Sequence[AnswerEvent]:
+        """What is told of groups, of those of their members that are at fault."""
+        match event:
+            case PeerFailed(error) if is_group(PeerId(error.peer)):
+                return [PeerFailed(each) for each in self._groups.named(error, now=self._now())]
+            case Repaired(peer=peer) if is_group(peer):
+                return [replace(event, peer=min(self._groups.at_fault(peer, now=self._now())))]
+            case _:
+                return (event,)
+
+    def _at_fault(self, peers: Iterable[PeerId]) -> frozenset[PeerId]:
+        return frozenset(each for peer in peers for each in self._groups.at_fault(peer, now=self._now()))
+
     def _follow(self, event: AnswerEvent) -> None:
         match event:
             case WantsRoute():
                 if self._routing is not None:
                     self._routing.cancel()
-                self._routing = self._spawn(self._find_route(event))
+                # Of a group that is replaced, the others may come back.
+                groups = [peer for i in event.lost if is_group(peer := self.core.places[i].peer)]
+                avoided = self._at_fault([*event.avoid_peers, *groups])
+                self._routing = self._spawn(self._find_route(replace(event, avoid_peers=avoided)))
             case WantsConnection(place):
-                if self._connection.links.is_connected(place.peer):
+                self._groups.know(place.peer)
+                if all(map(self._connection.links.is_connected, members_of(place.peer))):
                     self.core.connected(place.peer, now=self._now())
                 else:
                     self._spawn(self._connect(place))
             case WantsAlternates():
-                self._spawn(self._find_alternates(event))
+                self._spawn(self._find_alternates(replace(event, avoid_peers=self._at_fault(event.avoid_peers))))
             case SessionBegan(session):
                 self._sessions.add(session)
                 self._connection.register(session, self._on_message, self._on_lost)
@@ -314,11 +367,18 @@ class AnswerShell:
         self._pump()
 
     async def _try_connect(self, place: Place) -> PeerError | None:
-        peer, addresses = place.peer, dialled_at(place.stage)
+        self._groups.know(place.peer)
+        tried = await asyncio.gather(*(self._try_link(each, place.stage.is_group) for each in place.stage.places))
+        return next((error for error in tried if error is not None), None)
+
+    async def _try_link(self, node: PlanMember, is_member: bool) -> PeerError | None:
+        peer, addresses, links = PeerId(node.peer), dialled_at(node), self._connection.links
         try:
-            if not addresses and not self._connection.links.is_connected(peer):
+            if not addresses and not links.is_connected(peer):
                 raise PeerUnreachable(peer, f"node {short(peer)} can be dialled by nobody, and no relay leads to it")
-            await self._connection.links.connect(peer, addresses, timeout_s=CONNECT_S)
+            await links.connect(peer, addresses, timeout_s=CONNECT_S)
+            if is_member and FUSION_FEATURE not in links.features(peer):
+                raise PeerUnreachable(peer, f"the program of node {short(peer)} knows nothing of groups")
         except PeerError as error:
             return error
         return None
@@ -331,16 +391,13 @@ class AnswerShell:
         while self._wanted and not self._is_sending:
             wanted = self._wanted.popleft()
             rows = self._rows_at_hand(wanted)
-            packing = None if rows is None else self._connection.compressor.choose(self.core.places[0].peer, *rows)
-            if rows is None or (packing is not None and packing.is_large):
+            packings = [] if rows is None or self._is_much(rows) else self._packings(self._parts(rows))
+            if rows is None or not packings or any(isinstance(each, Packing) and each.is_large for each in packings):
                 # Those behind it wait, so that all stay in order.
                 self._is_sending = True
                 self._spawn(self._make_rows(wanted, rows))
-            elif packing is not None:
-                self._send_packed(wanted, packing.run())
-                told = True
             else:
-                self._send(wanted, *rows)
+                self._send(wanted, rows[0], list(map(_packed, packings)))
                 told = True
         return told
 
@@ -355,31 +412,54 @@ class AnswerShell:
         try:
             if rows is None and isinstance(wanted, RowsWanted):
                 rows = await self._embed(wanted.first_position, wanted.first_position + wanted.num_positions)
-            if rows is None:
+            if rows is None or not self.core.places:
                 return
-            places = self.core.places
-            packing = self._connection.compressor.choose(places[0].peer, *rows) if places else None
-            if packing is None:
-                self._send(wanted, *rows)
-            else:
-                self._send_packed(wanted, await self._on_compute(packing.run) if packing.is_large else packing.run())
+            cut = partial(self._parts, rows)
+            packings = self._packings(await self._on_compute(cut) if self._is_much(rows) else cut())
+            packed = [
+                await self._on_compute(each.run) if isinstance(each, Packing) and each.is_large else _packed(each)
+                for each in packings
+            ]
+            self._send(wanted, rows[0], packed)
         finally:
             self._is_sending = False
         self._pump()
 
-    def _send_packed(self, wanted: RowsWanted | TreeRowsWanted, packed: Packed) -> None:
-        self._connection.compressor.note(packed)
-        self._send(wanted, packed.tensor, memoryview(packed.payload))
+    def _is_much(self, rows: EncodedRows) -> bool:
+        """Cutting the rows by columns is no work for an event loop."""
+        return is_group(self.core.places[0].peer) and self._connection.compressor.is_large(rows[0])
 
-    def _send(self, wanted: RowsWanted | TreeRowsWanted, tensor: TensorMeta, payload: memoryview) -> None:
-        step = self.core.rows_ready(wanted, tensor, now=self._now())
+    def _parts(self, rows: EncodedRows) -> list[EncodedRows]:
+        """For each member of the first stage its columns."""
+        return self._groups.cut(self.core.places[0].peer, *rows)
+
+    def _packings(self, parts: Sequence[EncodedRows]) -> list[Packing | EncodedRows]:
+        """How each part is to be compressed; the part itself, where it is not."""
+        members = members_of(self.core.places[0].peer)
+        if len(members) != len(parts):
+            return []  # another plan has come in between
+        choose = self._connection.compressor.choose
+        return [choose(peer, *part) or part for peer, part in zip(members, parts, strict=True)]
+
+    def _send(
+        self, wanted: RowsWanted | TreeRowsWanted, tensor: TensorMeta, parts: Sequence[Packed | EncodedRows]
+    ) -> None:
+        """Rows, and as what they go to each member of the first stage."""
+        rows = []
+        for part in parts:
+            if isinstance(part, Packed):
+                self._connection.compressor.note(part)
+                rows.append((part.tensor, memoryview(part.payload)))
+            else:
+                rows.append(part)
+        step = self.core.rows_ready(wanted, rows[0][0] if len(rows) == 1 else tensor, now=self._now())
         if step is None:
             return
-        peer, message = step
-        try:
-            self._connection.links.send(peer, message, payload)
-        except PeerError as error:
-            self.core.link_closed(peer, error, now=self._now())
+        if not self._groups.are_used:
+            self._send_to(*step, rows[0][1])
+            return
+        for peer, message, payload in self._groups.steps(*step, rows):
+            self._send_to(peer, message, payload)
 
     # tasks
 
@@ -397,3 +477,7 @@ class AnswerShell:
 
     def _now(self) -> MonotonicS:
         return MonotonicS(self._loop.time())
+
+
+def _packed(packing: Packing | EncodedRows) -> Packed | EncodedRows:
+    return packing.run() if isinstance(packing, Packing) else packing
