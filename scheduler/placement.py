@@ -224,12 +224,8 @@ def _best_window(
     others = [None if i == index else layers for i, layers in enumerate(ranges)]
     looks = _looks(rate, index, others, options) if len(options) > MAX_TRIED else dict.fromkeys(options, 0.0)
     held = ranges[index]
-
-    def worth_of(window: LayerRange) -> Worth:
-        return rate.worth([window if i == index else layers for i, layers in enumerate(others)])
-
     ranked = sorted(options, key=lambda w: (-looks[w], _num_to_load(held, w), w.start))[:MAX_TRIED]
-    tried = [(worth_of(w), w) for w in ranked]
+    tried = list(zip(rate.worths(index, others, ranked), ranked, strict=True))
     best = max(tried, key=lambda each: (each[0].tokens_per_s, -_num_to_load(held, each[1]), -each[1].start))
     return best[1], best[0]
 
@@ -249,7 +245,8 @@ def _looks(
         (rate.ways_through(index, others, [i for i, _ in pipeline.stages]), tokens / pipeline.loop_s)
         for pipeline in pipelines[:MAX_PIPELINES_TRIED]
     ]
-    for (before_s, after_s), present in ways:
+    for way, present in ways:
+        before_s, after_s = way[0].tolist(), way[1].tolist()
         for w in options:
             loop_s = before_s[w.start] + layer_s * len(w) + after_s[w.stop]
             looks[w] = max(looks[w], tokens / loop_s - present)

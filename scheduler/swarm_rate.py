@@ -164,7 +164,7 @@ class SwarmRate:
 
     def between_s(self, senders: Sequence[int] | Indices, receivers: Sequence[int] | Indices) -> Floats:
         """Seconds from each sender to each receiver, with the payload and the hand-over; 0 to itself."""
-        pairs = np.ix_(np.asarray(senders, dtype=int), np.asarray(receivers, dtype=int))
+        pairs = (np.asarray(senders, dtype=int)[:, None], np.asarray(receivers, dtype=int))
         block: Floats = self._between_s[pairs]
         is_unknown = np.isnan(block)
         if is_unknown.any():
@@ -176,7 +176,24 @@ class SwarmRate:
 
     def worth(self, ranges: Sequence[Range]) -> Worth:
         """Of a placement."""
-        pipelines, left = self.pipelines(ranges)
+        return self._worth_of(ranges, *self.pipelines(ranges))
+
+    def worths(self, index: int, ranges: Sequence[Range], options: Sequence[LayerRange]) -> list[Worth]:
+        """Of the placements in which one host holds each of some ranges, which begin and stop at cuts, in its place."""
+        placements = [[layers if i == index else each for i, each in enumerate(ranges)] for layers in options]
+        if not placements:
+            return []
+        left = [i for i, layers in enumerate(placements[0]) if layers is not None]
+        # Where every layer is a cut, stretches differ from option to option, and so would the last bits of sums.
+        if len(left) > MAX_TOGETHER or self.work.first_layers is None:
+            return [self.worth(each) for each in placements]
+        grid = _Grid(self, ranges, left, varied=index, options=options)
+        return [
+            self._worth_of(each, _sorted(found), sorted(grid.left[number]))
+            for number, (each, found) in enumerate(zip(placements, grid.pipelines(MAX_ROUTES), strict=True))
+        ]
+
+    def _worth_of(self, ranges: Sequence[Range], pipelines: Iterable[Pipeline], left: Iterable[int]) -> Worth:
         rate = sum(self.work.tokens_per_loop / pipeline.loop_s for pipeline in pipelines)
         rate += self.alternates_rate([ranges[index] for index in left])
         return Worth(sum(bool(n) for n in holders_per_layer(ranges, self.work.num_layers)), rate)
@@ -203,17 +220,16 @@ class SwarmRate:
             left = []
             for part in parts:
                 grid = _Grid(self, ranges, part)
-                while len(found) < MAX_ROUTES and (pipeline := grid.fastest()) is not None:
-                    found.append(pipeline)
-                    grid.remove([index for index, _ in pipeline.stages])
-                left += grid.left
+                found += grid.pipelines(MAX_ROUTES - len(found))[0]
+                left += grid.left[0]
             if len(parts) == 1:
                 break
-        return sorted(found, key=lambda pipeline: pipeline.loop_s), sorted(left)
+        return _sorted(found), sorted(left)
 
     def fastest(self, ranges: Sequence[Range], among: Sequence[int]) -> Pipeline | None:
         """The fastest loop over some of the hosts; None when they do not hold every layer."""
-        return _Grid(self, ranges, among).fastest()
+        found = _Grid(self, ranges, among).pipelines(1)[0]
+        return found[0] if found else None
 
     def ways_through(self, own: int, ranges: Sequence[Range], among: Sequence[int]) -> tuple[Floats, Floats]:
         """Around one host that would do a part of a loop, with others for the rest.
@@ -243,90 +259,87 @@ class _Grid:
     """Hosts by stretches of layers over which nothing changes: nobody's range begins or ends within one.
 
     Seconds are linear in layers, so that a fastest loop changes hosts only between two of them. In each stretch only
-    hosts that have its layers are looked at.
+    hosts that have its layers are looked at. Where one host may hold one of several ranges, the loops of all these
+    cases are found together: for arrays this small, numpy takes little longer for three cases than for one.
+
+    Args:
+        is_fine: a stretch ends at every layer at which a range may begin.
+        varied, options: this one host, of ``among``, holds one of these instead of what it has in ``ranges``; they
+            begin and stop where stretches do. None: there is one case, that of ``ranges``.
+
+    Attributes:
+        left: of each case, the hosts that hold something and are in no loop yet.
     """
 
     def __init__(
-        self, rate: SwarmRate, ranges: Sequence[Range], among: Sequence[int], *, is_fine: bool = False
+        self,
+        rate: SwarmRate,
+        ranges: Sequence[Range],
+        among: Sequence[int],
+        *,
+        is_fine: bool = False,
+        varied: int | None = None,
+        options: Sequence[LayerRange] = (),
     ) -> None:
-        """Args:
-        is_fine: a stretch ends at every layer at which a range may begin.
-        """
         self._rate = rate
         self._num_layers = num_layers = rate.work.num_layers
-        self.left = [index for index in among if ranges[index] is not None]
-        self._hosts = hosts = np.array(self.left, dtype=int)
-        held = [layers for index in self.left if (layers := ranges[index]) is not None]
-        edges = {0, num_layers, *(min(e, num_layers) for layers in held for e in (layers.start, layers.stop))}
+        present = [index for index in among if ranges[index] is not None or index == varied]
+        self._hosts = hosts = np.array(present, dtype=int)
+        fixed = [None if index == varied else ranges[index] for index in present]
+        edges = {0, num_layers, *(min(e, num_layers) for r in fixed if r is not None for e in (r.start, r.stop))}
         if is_fine or rate.work.first_layers is not None:
             edges |= set(rate.work.cuts)
         self.edges = sorted(edges)
         may_change = set(rate.work.cuts)
         self._may_change = [edge in may_change for edge in self.edges]
-        bounds = np.array(self.edges)
-        starts, stops = np.array([r.start for r in held], dtype=int), np.array([r.stop for r in held], dtype=int)
-        has = (starts[None, :] <= bounds[:-1, None]) & (stops[None, :] >= bounds[1:, None])
-        self._counting = np.arange(len(hosts))
-        self._num_left = has.sum(axis=1).tolist()
+        self._positions = {index: position for position, index in enumerate(present)}
+        self._stretches = [self._stretches_of(layers) for layers in fixed]
+        self._varied = varied
+        self._varied_stretches = [self._stretches_of(layers) for layers in options]
+        num_cases = len(options) or 1
+        self.left = [list(present) for _ in range(num_cases)]
+        num_stretches = len(self.edges) - 1
+        has = np.zeros((num_cases, num_stretches, len(present)), dtype=bool)
+        for position, stretches in enumerate(self._stretches):
+            has[:, stretches.start : stretches.stop, position] = True
+        for case, stretches in enumerate(self._varied_stretches):
+            has[case, stretches.start : stretches.stop, self._positions[self._own()]] = True
+        self._num_left: list[list[int]] = has.sum(axis=2).tolist()
         layer_s, between_s = rate.layer_s[hosts], rate.between_s(hosts, hosts)
-        # Per stretch: who has it, as positions in ``hosts``, and what it takes them.
-        self._columns = [np.flatnonzero(row) for row in has]
-        self._places = has.cumsum(axis=1) - 1
-        self._positions = {index: position for position, index in enumerate(self.left)}
-        self._stretches = [
-            range(bisect.bisect_left(self.edges, r.start), bisect.bisect_left(self.edges, min(r.stop, num_layers)))
-            for r in held
-        ]
-        self._seconds = [
-            layer_s[columns] * (stop - start)
-            for columns, (start, stop) in zip(self._columns, itertools.pairwise(self.edges), strict=True)
-        ]
-        # Per edge between two stretches: from those who have the one to those who have the other.
+        # Per stretch: who has it in any case, as positions in ``hosts``, and what it takes them in each.
+        has_any: npt.NDArray[np.bool_] = np.logical_or.reduce(has, axis=0)
+        self._columns = [row.nonzero()[0] for row in has_any]
+        self._places = has_any.cumsum(axis=1) - 1
+        self._seconds: list[Floats] = []
+        for stretch, columns in enumerate(self._columns):
+            seconds = layer_s[columns] * (self.edges[stretch + 1] - self.edges[stretch])
+            self._seconds.append(np.where(has[:, stretch, columns], seconds, np.inf))
+        # Per edge between two stretches: to those who have the one from those who have the other.
         self._ways_s = [
-            between_s[before[:, None], after]
+            between_s[before, after[:, None]]
             if self._may_change[edge]
-            else np.where(before[:, None] == after, 0.0, np.inf)
+            else np.where(before == after[:, None], 0.0, np.inf)
             for edge, (before, after) in enumerate(itertools.pairwise(self._columns), start=1)
         ]
         self._first_s = rate.from_user_s[hosts[self._columns[0]]]
         self._last_s = rate.to_user_s[hosts[self._columns[-1]]]
 
-    def remove(self, indices: Sequence[int]) -> None:
-        """They hold nothing any more."""
-        gone = set(indices)
-        for index in indices:
-            position = self._positions[index]
-            for stretch in self._stretches[position]:
-                self._seconds[stretch][self._places[stretch, position]] = np.inf
-                self._num_left[stretch] -= 1
-        self.left = [index for index in self.left if index not in gone]
-
-    def fastest(self) -> Pipeline | None:
-        if not all(self._num_left):
-            return None
-        arrival = self._first_s + self._seconds[0]
-        came_from = []
-        for ways_s, seconds in zip(self._ways_s, self._seconds[1:], strict=True):
-            ways = arrival[:, None] + ways_s
-            best = ways.argmin(axis=0)
-            came_from.append(best)
-            arrival = ways[best, self._counting[: len(best)]] + seconds
-        total = arrival + self._last_s
-        at = int(total.argmin())
-        if not np.isfinite(total[at]):
-            return None
-        path = [at]
-        for best in reversed(came_from):
-            path.append(int(best[path[-1]]))
-        stages: list[tuple[int, LayerRange]] = []
-        for column, columns, (start, stop) in zip(
-            reversed(path), self._columns, itertools.pairwise(self.edges), strict=True
-        ):
-            index = int(self._hosts[columns[column]])
-            if stages and stages[-1][0] == index:
-                start = stages.pop()[1].start
-            stages.append((index, LayerRange(start, stop)))
-        return Pipeline(tuple(stages), float(total[at]))
+    def pipelines(self, at_most: int) -> list[list[Pipeline]]:
+        """Of each case: the fastest loop, then the fastest over the hosts that are left, and so on."""
+        found: list[list[Pipeline]] = [[] for _ in self.left]
+        open_cases = list(range(len(found))) if at_most > 0 else []
+        while open_cases := [case for case in open_cases if all(self._num_left[case])]:
+            arrivals, totals = self._arrive()
+            for case in list(open_cases):
+                pipeline = self._fastest(case, arrivals, totals[case])
+                if pipeline is None:
+                    open_cases.remove(case)
+                    continue
+                found[case].append(pipeline)
+                self._remove(case, [index for index, _ in pipeline.stages])
+                if len(found[case]) == at_most:
+                    open_cases.remove(case)
+        return found
 
     def ways_through(self, own: int) -> tuple[Floats, Floats]:
         before, after = np.full(self._num_layers + 1, np.inf), np.full(self._num_layers + 1, np.inf)
@@ -336,19 +349,72 @@ class _Grid:
         to_own = self._rate.between_s(self._hosts, [own])[:, 0]
         from_own = self._rate.between_s([own], self._hosts)[0]
         inner = range(1, len(self.edges) - 1)
-        arrival = self._first_s + self._seconds[0]
+        seconds_of = [seconds[0] for seconds in self._seconds]
+        least = np.minimum.reduce
+        arrival = self._first_s + seconds_of[0]
         for edge in inner:
             if self._may_change[edge]:
-                before[self.edges[edge]] = (arrival + to_own[self._columns[edge - 1]]).min(initial=np.inf)
-            ways = arrival[:, None] + self._ways_s[edge - 1]
-            arrival = ways.min(axis=0, initial=np.inf) + self._seconds[edge]
-        rest = self._last_s + self._seconds[-1]
+                before[self.edges[edge]] = least(arrival + to_own[self._columns[edge - 1]], initial=np.inf)
+            arrival = least(arrival + self._ways_s[edge - 1], axis=1, initial=np.inf) + seconds_of[edge]
+        rest = self._last_s + seconds_of[-1]
         for edge in reversed(inner):
             if self._may_change[edge]:
-                after[self.edges[edge]] = (from_own[self._columns[edge]] + rest).min(initial=np.inf)
-            ways = self._ways_s[edge - 1] + rest[None, :]
-            rest = ways.min(axis=1, initial=np.inf) + self._seconds[edge - 1]
+                after[self.edges[edge]] = least(from_own[self._columns[edge]] + rest, initial=np.inf)
+            rest = least(self._ways_s[edge - 1] + rest[:, None], axis=0, initial=np.inf) + seconds_of[edge - 1]
         return before, after
+
+    def _own(self) -> int:
+        if self._varied is None:
+            raise ValueError("options of no host")
+        return self._varied
+
+    def _stretches_of(self, layers: Range) -> range:
+        if layers is None:
+            return range(0)
+        stop = min(layers.stop, self._num_layers)
+        return range(bisect.bisect_left(self.edges, layers.start), bisect.bisect_left(self.edges, stop))
+
+    def _arrive(self) -> tuple[list[Floats], Floats]:
+        """Seconds until each stretch is computed by each of those who have it; and until the rows are with the user."""
+        arrival = self._first_s + self._seconds[0]
+        arrivals = [arrival]
+        for ways_s, seconds in zip(self._ways_s, self._seconds[1:], strict=True):
+            arrival = np.minimum.reduce(arrival[:, None, :] + ways_s, axis=2) + seconds
+            arrivals.append(arrival)
+        return arrivals, arrival + self._last_s
+
+    def _fastest(self, case: int, arrivals: Sequence[Floats], total: Floats) -> Pipeline | None:
+        at = int(total.argmin())
+        loop_s = float(total[at])
+        if loop_s == math.inf:
+            return None
+        path = [at]
+        for arrival, ways_s in zip(reversed(arrivals[:-1]), reversed(self._ways_s), strict=True):
+            at = int((arrival[case] + ways_s[at]).argmin())
+            path.append(at)
+        stages: list[tuple[int, LayerRange]] = []
+        for column, columns, (start, stop) in zip(
+            reversed(path), self._columns, itertools.pairwise(self.edges), strict=True
+        ):
+            index = int(self._hosts[columns[column]])
+            if stages and stages[-1][0] == index:
+                start = stages.pop()[1].start
+            stages.append((index, LayerRange(start, stop)))
+        return Pipeline(tuple(stages), loop_s)
+
+    def _remove(self, case: int, indices: Sequence[int]) -> None:
+        """They hold nothing any more."""
+        gone, num_left = set(indices), self._num_left[case]
+        for index in indices:
+            position = self._positions[index]
+            for stretch in self._varied_stretches[case] if index == self._varied else self._stretches[position]:
+                self._seconds[stretch][case, self._places[stretch, position]] = np.inf
+                num_left[stretch] -= 1
+        self.left[case] = [index for index in self.left[case] if index not in gone]
+
+
+def _sorted(found: Iterable[Pipeline]) -> list[Pipeline]:
+    return sorted(found, key=lambda pipeline: pipeline.loop_s)
 
 
 def _ways_through_few(
@@ -356,11 +422,11 @@ def _ways_through_few(
 ) -> tuple[Floats, Floats]:
     """As _Grid.ways_through, down to the last bit."""
     num_layers = rate.work.num_layers
-    before, after = np.full(num_layers + 1, np.inf), np.full(num_layers + 1, np.inf)
-    before[0], after[-1] = rate.from_user_s[own], rate.to_user_s[own]
+    before, after = [math.inf] * (num_layers + 1), [math.inf] * (num_layers + 1)
+    before[0], after[-1] = float(rate.from_user_s[own]), float(rate.to_user_s[own])
     hosts = [index for index in among if ranges[index] is not None]
     if not hosts:
-        return before, after
+        return np.array(before), np.array(after)
     held = [layers for index in hosts if (layers := ranges[index]) is not None]
     cuts = set(rate.work.cuts)
     ends = {min(end, num_layers) for layers in held for end in (layers.start, layers.stop)}
@@ -372,32 +438,27 @@ def _ways_through_few(
     sizes = [stop - start for start, stop in itertools.pairwise(edges)]
     ways_s = rate.between_s([*hosts, own], [*hosts, own]).tolist()
     to_own, from_own = [row[-1] for row in ways_s], ways_s[-1]
-    layer_s = rate.layer_s[hosts].tolist()
-
-    def way_s(edge: int, sender: int, receiver: int) -> float:
-        if edges[edge] in cuts:
-            return float(ways_s[sender][receiver])
-        return 0.0 if sender == receiver else math.inf
-
-    arrival = {at: float(rate.from_user_s[hosts[at]]) + layer_s[at] * sizes[0] for at in columns[0]}
+    layer_s: list[float] = rate.layer_s[hosts].tolist()
+    from_users_s = [(at, float(rate.from_user_s[hosts[at]])) for at in columns[0]]
+    arrival = [(at, from_user_s + layer_s[at] * sizes[0]) for at, from_user_s in from_users_s]
     for edge in range(1, len(edges) - 1):
         if edges[edge] in cuts:
-            before[edges[edge]] = min((s + to_own[at] for at, s in arrival.items()), default=math.inf)
-        arrival = {
-            to: min((s + way_s(edge, at, to) for at, s in arrival.items()), default=math.inf)
-            + layer_s[to] * sizes[edge]
-            for to in columns[edge]
-        }
-    rest = {at: float(rate.to_user_s[hosts[at]]) + layer_s[at] * sizes[-1] for at in columns[-1]}
+            before[edges[edge]] = min([s + to_own[at] for at, s in arrival], default=math.inf)
+            reached = [(to, min([s + ways_s[at][to] for at, s in arrival], default=math.inf)) for to in columns[edge]]
+        else:
+            stays = dict(arrival)
+            reached = [(to, stays.get(to, math.inf)) for to in columns[edge]]
+        arrival = [(to, s + layer_s[to] * sizes[edge]) for to, s in reached]
+    rest = [(at, float(rate.to_user_s[hosts[at]]) + layer_s[at] * sizes[-1]) for at in columns[-1]]
     for edge in reversed(range(1, len(edges) - 1)):
         if edges[edge] in cuts:
-            after[edges[edge]] = min((from_own[at] + s for at, s in rest.items()), default=math.inf)
-        rest = {
-            at: min((way_s(edge, at, to) + s for to, s in rest.items()), default=math.inf)
-            + layer_s[at] * sizes[edge - 1]
-            for at in columns[edge - 1]
-        }
-    return before, after
+            after[edges[edge]] = min([from_own[at] + s for at, s in rest], default=math.inf)
+            left = [(at, min([ways_s[at][to] + s for to, s in rest], default=math.inf)) for at in columns[edge - 1]]
+        else:
+            stays = dict(rest)
+            left = [(at, stays.get(at, math.inf)) for at in columns[edge - 1]]
+        rest = [(at, s + layer_s[at] * sizes[edge - 1]) for at, s in left]
+    return np.array(before), np.array(after)
 
 
 def believed_speeds(seconds_per_layer: Sequence[float]) -> Floats:

@@ -54,6 +54,26 @@ def test_ways_around_a_host_are_the_same_reckoned_singly_and_in_arrays(first_lay
     assert num_ways > 2 * len(SEEDS), num_ways
 
 
+@pytest.mark.parametrize("num_hosts", [9, 40, 70])
+@pytest.mark.parametrize("first_layers", [None, frozenset(range(0, 12, 2))])
+def test_several_ranges_of_one_host_are_worth_together_what_they_are_one_by_one(
+    first_layers: frozenset[int] | None, num_hosts: int
+) -> None:
+    num_better = 0
+    for seed in SEEDS[:6]:
+        rng = random.Random(seed)
+        hosts, plane = random_swarm(num_hosts, seed, capacities=(2, 8))
+        task = work(12, first_layers=first_layers)
+        rate = SwarmRate(hosts, task, plane)
+        ranges = [rng.choice(windows(each.capacity_layers, task)) if rng.random() < 0.8 else None for each in hosts]
+        index, options = rng.randrange(num_hosts), rng.sample(windows(6, task), 3)
+        together = rate.worths(index, ranges, options)
+        one_by_one = [rate.worth([w if i == index else r for i, r in enumerate(ranges)]) for w in options]
+        assert together == one_by_one, seed
+        num_better += len(set(one_by_one)) > 1
+    assert num_better > 3
+
+
 def test_a_joiner_takes_what_nobody_holds() -> None:
     others = [host("a", 5, (0, 5)), host("b", 2, (0, 2)), host("c", 4, (8, 12))]
     chosen = choose_range(host("own", 3), others, work(12), NEAR)
