@@ -154,8 +154,9 @@ class StageCost:
     Attributes:
         queue_s: that a step waits before it is computed.
         compute_s: of a step, for all layers of the stage.
-        chunk_compute_s: of a chunk of the prompt.
+        chunk_compute_s: of a chunk of the prompt, with the exchanges of a group.
         busy_s: of the device per step, when the route is full.
+        exchange_s: of a step, for what the members of a group exchange in all layers; 0 for one node.
     """
 
     stage: RouteStage
@@ -163,11 +164,12 @@ class StageCost:
     compute_s: float
     chunk_compute_s: float
     busy_s: float
+    exchange_s: float = 0.0
 
     @property
     def seconds(self) -> float:
         """For a step."""
-        return self.queue_s + self.compute_s
+        return self.queue_s + self.compute_s + self.exchange_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +229,18 @@ class RouteCost:
 
 
 def seconds_per_layer(candidate: Candidate, num_rows: float) -> float:
-    """Of a forward of so many rows on a candidate, bounded from below."""
+    """Of a forward of so many rows on a candidate, bounded from below; with the exchanges of a group."""
+    return compute_s_per_layer(candidate, num_rows) + exchange_s_per_layer(candidate, num_rows)
+
+
+def compute_s_per_layer(candidate: Candidate, num_rows: float) -> float:
+    """For which the device is busy; of a group, that of the slowest member."""
     return max(candidate.speed.seconds_per_layer(num_rows), MIN_SECONDS_PER_LAYER)
+
+
+def exchange_s_per_layer(candidate: Candidate, num_rows: float) -> float:
+    """In which the members of a group wait for one another, and compute for others."""
+    return 0.0 if candidate.exchange is None else candidate.exchange.seconds_per_layer(num_rows)
 
 
 def replay_s_per_layer(candidate: Candidate, workload: Workload) -> float:
@@ -306,13 +318,14 @@ def payload_s(leg: Leg, payload_bytes: float) -> float:
 
 def _stage_cost(candidate: Candidate, stage: RouteStage, workload: Workload) -> StageCost:
     num_layers, queue_s = len(stage.layers), max(candidate.queue_s, 0.0)
-    full_s = num_layers * seconds_per_layer(candidate, workload.concurrency * workload.step_rows)
+    full_s = num_layers * compute_s_per_layer(candidate, workload.concurrency * workload.step_rows)
     return StageCost(
         stage=stage,
         queue_s=queue_s,
-        compute_s=num_layers * seconds_per_layer(candidate, workload.step_rows),
+        compute_s=num_layers * compute_s_per_layer(candidate, workload.step_rows),
         chunk_compute_s=num_layers * seconds_per_layer(candidate, workload.chunk_rows),
         busy_s=busy_s(queue_s, full_s, workload),
+        exchange_s=num_layers * exchange_s_per_layer(candidate, workload.step_rows),
     )
 
 

@@ -9,6 +9,9 @@ could be at most. Of very many candidates the nearest and the fastest holders of
 Guarantees: a route covers every layer once and keeps every rule, no peer is in it twice, and every candidate that is
 not in it is told why. The same input gives the same answer, in whatever order the candidates come.
 
+A fusion group is a candidate like any other (scheduler.groups). Groups that have a member in common exclude one
+another, and rules hold for each member.
+
 Above 600 lines: who may be searched, what is searched, and why each of the others does not serve come from one pass
 over the candidates, and have to agree.
 """
@@ -22,8 +25,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from fusion_node.types import LayerRange, PeerId
-from scheduler.cost_model import Workload, payload_s, replay_s_per_layer, route_cost, seconds_per_layer
+from fusion_node.types import LayerRange, PeerId, members_of
+from scheduler.cost_model import (
+    Workload,
+    compute_s_per_layer,
+    payload_s,
+    replay_s_per_layer,
+    route_cost,
+    seconds_per_layer,
+)
 from scheduler.leg_table import Floats, bulk_legs
 from scheduler.plans import Alternate, Avoid, Objective, Planned, Reason, Rejection, Uncovered
 from scheduler.route_limits import Breach, Limits, Outcome, best_within
@@ -218,6 +228,8 @@ def _field(ask: _Ask, candidates: Iterable[Candidate], known_before: Iterable[Ca
     cuts, open_layers = ask.cuts, ask.open_layers
     pins = {stage.peer: stage for stage in ask.pinned}
     known = {candidate.peer: candidate for candidate in known_before}
+    # Of groups that stay.
+    taken = {node.peer for peer in pins.keys() & known.keys() for node in known[peer].members}
     usable: list[Candidate] = []
     without_room: list[Candidate] = []
     against_rules: list[Candidate] = []
@@ -233,12 +245,14 @@ def _field(ask: _Ask, candidates: Iterable[Candidate], known_before: Iterable[Ca
                 known[candidate.peer] = candidate
             continue
         cut = _cut(candidate, cuts, ask.num_layers)
-        if cut is None:
+        if not taken.isdisjoint(candidate.peers):
+            reject(candidate, Reason.NOT_NEEDED, "is a member of a stage that stays")
+        elif cut is None:
             what = "no stage can begin there" if candidate.layers.stop <= ask.num_layers else "beyond the model"
             reject(candidate, Reason.OUTSIDE, f"holds {candidate.layers}: {what}")
         elif open_layers.isdisjoint(range(cut.layers.start, cut.layers.stop)):
             reject(candidate, Reason.NOT_NEEDED, "the stages that stay serve all that it holds")
-        elif candidate.peer in ask.avoid.peers:
+        elif not ask.avoid.peers.isdisjoint(candidate.peers):
             reject(candidate, Reason.AVOIDED, "failed or refused lately")
         elif math.isinf(sum(leg.one_way_s for leg in ask.ways(candidate.peer))):
             reject(candidate, Reason.UNREACHABLE, "cannot be reached")
@@ -390,6 +404,8 @@ class _Board:
         holds &= ~np.isin(limits.peers, limits.peers[[s.node for s in stretches]])
         if limits.operators is not None:
             holds &= ~np.isin(limits.operators, limits.operators[[s.node for s in kept]])
+        if limits.tags is not None:
+            holds &= ~(limits.tags & limits.tags[[s.node for s in kept]].any(axis=0)).any(axis=1)
         nodes = np.flatnonzero(holds)
         if not len(nodes) or (limits.max_stages is not None and len(kept) >= limits.max_stages):
             return None
@@ -527,7 +543,7 @@ def _space(ask: _Ask, nodes: Sequence[Candidate]) -> Space:
     else:
         wide = workload.concurrency * workload.step_rows
         busy_fixed = queue_s / workload.concurrency
-        busy_layer = np.array([seconds_per_layer(c, wide) for c in nodes]) / workload.concurrency
+        busy_layer = np.array([compute_s_per_layer(c, wide) for c in nodes]) / workload.concurrency
     busy = Costs(
         enter=np.array([payload_s(leg, sent_bytes) for leg in enter]),
         hand=np.ascontiguousarray(hand_payload_s.T),
@@ -553,10 +569,12 @@ def _handing(ask: _Ask, nodes: Sequence[Candidate]) -> tuple[Floats, Floats]:
     numbers = np.unique(peers, return_inverse=True)[1]
     needed &= numbers[:, None] != numbers
     if ask.avoid.pairs:
-        at = {peer: index for index, peer in enumerate(peers)}
+        at: dict[PeerId, list[int]] = {}
+        for index, candidate in enumerate(nodes):
+            for peer in candidate.peers:
+                at.setdefault(peer, []).append(index)
         for one, other in ask.avoid.pairs:
-            ones = [i for i in range(len(peers)) if peers[i] == one] if one in at else []
-            others = [i for i in range(len(peers)) if peers[i] == other] if other in at else []
+            ones, others = at.get(one, []), at.get(other, [])
             needed[np.ix_(ones, others)] = False
             needed[np.ix_(others, ones)] = False
     return bulk_legs(ask.legs, peers, peers, needed)
@@ -573,13 +591,36 @@ def _limits(rules: Rules, nodes: Sequence[Candidate]) -> Limits:
         # Who names no operator is one of its own.
         tags = [f"operator {c.operator}" if c.operator else f"peer {c.peer}" for c in nodes]
         operators = np.unique(tags, return_inverse=True)[1].astype(np.int64)
+    shared, num_peer_tags = _tags(rules, nodes)
     return Limits(
         peers=np.unique([c.peer for c in nodes], return_inverse=True)[1].astype(np.int64),
         operators=operators,
         prices=np.array([c.price for c in nodes], dtype=np.float64),
         max_price=rules.max_route_price,
         max_stages=rules.max_stages,
+        tags=shared,
+        num_peer_tags=num_peer_tags,
     )
+
+
+def _tags(rules: Rules, nodes: Sequence[Candidate]) -> tuple[Bools | None, int]:
+    """The peers of groups, and their operators where that matters, of all nodes that have them in common."""
+    groups = [c for c in nodes if c.members]
+    if not groups:
+        return None, 0
+    peers = sorted({member.peer for group in groups for member in group.members})
+    operators: list[str] = []
+    if rules.one_shard_per_operator:
+        operators = sorted({m.operator for group in groups for m in group.members if m.operator})
+    columns = {f"peer {peer}": index for index, peer in enumerate(peers)}
+    columns |= {f"operator {name}": index for index, name in enumerate(operators, len(columns))}
+    tags = np.zeros((len(nodes), len(columns)), dtype=np.bool_)
+    for row, candidate in enumerate(nodes):
+        for node in candidate.nodes:
+            for tag in (f"peer {node.peer}", f"operator {node.operator}"):
+                if tag in columns:
+                    tags[row, columns[tag]] = True
+    return tags, len(peers)
 
 
 def _around(costs: Costs, nodes: np.ndarray, before: int | None, after: int | None) -> Costs:
@@ -629,5 +670,5 @@ def _breach_text(breach: Breach) -> str:
 
 def _route_text(stages: Sequence[RouteStage]) -> str:
     """At most four of its stages."""
-    shown = [f"{stage.peer[-8:]} {stage.layers}" for stage in stages[:4]]
+    shown = [f"{'+'.join(peer[-8:] for peer in members_of(stage.peer))} {stage.layers}" for stage in stages[:4]]
     return " → ".join([*shown, f"{len(stages) - 4} more"] if len(stages) > 4 else shown)

@@ -25,6 +25,17 @@ class Objective(enum.StrEnum):
     """Seconds until the first token."""
 
 
+class Topology(enum.StrEnum):
+    """What stages of a route may be."""
+
+    PIPELINE = "pipeline"
+    """One node each."""
+    FUSION = "fusion"
+    """Fusion groups each, of at least two nodes: no node is ever sent a whole hidden state."""
+    HYBRID = "hybrid"
+    """Either, as is better."""
+
+
 @dataclass(frozen=True, slots=True)
 class Avoid:
     """Who is not to be planned with, for reasons that pass: failures, suspicion. There is no way around these here; who

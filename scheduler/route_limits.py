@@ -54,6 +54,8 @@ class Limits:
     Attributes:
         peers: nodes with the same number are one peer [N].
         operators: nodes with the same number have one operator [N]; None where that does not matter.
+        tags: where nodes are groups of several: nodes that have a tag in common exclude one another [N, M]. The first
+            ``num_peer_tags`` are peers, the others operators; None where no node is a group.
         prices: per layer [N].
         max_price: of all layers together; None: any.
         max_stages: None: any number.
@@ -64,11 +66,18 @@ class Limits:
     prices: Floats
     max_price: float | None
     max_stages: int | None
+    tags: Bools | None = None
+    num_peer_tags: int = 0
 
     def of(self, nodes: Ints) -> Limits:
         """For some of the nodes."""
-        operators = None if self.operators is None else self.operators[nodes]
-        return Limits(self.peers[nodes], operators, self.prices[nodes], self.max_price, self.max_stages)
+        return replace(
+            self,
+            peers=self.peers[nodes],
+            operators=None if self.operators is None else self.operators[nodes],
+            prices=self.prices[nodes],
+            tags=None if self.tags is None else self.tags[nodes],
+        )
 
     def breach(self, stretches: Sequence[Stretch]) -> Breach | None:
         """The first rule that a route breaks."""
@@ -77,6 +86,8 @@ class Limits:
             return Breach.PEER_TWICE
         if self.operators is not None and _first_repeated(self.operators, nodes):
             return Breach.OPERATOR_TWICE
+        if self.tags is not None and (shared := _first_shared(self.tags, nodes)):
+            return Breach.PEER_TWICE if shared[2] < self.num_peer_tags else Breach.OPERATOR_TWICE
         if self.max_price is not None and self.price(stretches) > self.max_price * (1 + _ROUNDING):
             return Breach.TOO_DEAR
         if self.max_stages is not None and len(stretches) > self.max_stages:
@@ -89,6 +100,8 @@ class Limits:
         same: Bools = self.peers[:, None] == self.peers
         if self.operators is not None:
             same |= self.operators[:, None] == self.operators
+        if self.tags is not None:
+            same |= (self.tags.astype(np.int32) @ self.tags.T.astype(np.int32)) > 0
         return same
 
     def price(self, stretches: Sequence[Stretch]) -> float:
@@ -348,10 +361,18 @@ class _Branching:
                     _same_node(allowed, first, second)
                     if first.node == second.node
                     else _one_of_group(
-                        allowed, group, max(first, second, key=lambda s: (s.stop - s.start, -s.start)).node
+                        allowed,
+                        group == group[first.node],
+                        max(first, second, key=lambda s: (s.stop - s.start, -s.start)).node,
                     )
                 )
                 return
+        shared = None if limits.tags is None else _first_shared(limits.tags, nodes)
+        if limits.tags is not None and shared is not None:
+            first, second, tag = stretches[shared[0]], stretches[shared[1]], shared[2]
+            node = max(first, second, key=lambda s: (s.stop - s.start, -s.start)).node
+            yield from _one_of_group(allowed, limits.tags[:, tag], node)
+            return
         dearest = max(stretches, key=lambda s: ((s.stop - s.start) * limits.prices[s.node], -s.start))
         for stretch in (dearest, *stretches):
             for layer in range(stretch.start, stretch.stop):
@@ -369,10 +390,10 @@ def _same_node(allowed: Bools, first: Stretch, second: Stretch) -> Iterator[Bool
         yield _only(allowed, first.node, first.start, second.stop)
 
 
-def _one_of_group(allowed: Bools, group: Ints, node: int) -> Iterator[Bools]:
-    """A group has this node serve and no other, or not this one."""
+def _one_of_group(allowed: Bools, group: Bools, node: int) -> Iterator[Bools]:
+    """Of these nodes, which exclude one another, this one serves and no other, or not this one."""
     others = allowed.copy()
-    others[(group == group[node]) & (np.arange(len(group)) != node)] = False
+    others[group & (np.arange(len(group)) != node)] = False
     yield others
     without = allowed.copy()
     without[node] = False
@@ -410,4 +431,14 @@ def _first_repeated(group: Ints, nodes: Sequence[int]) -> tuple[int, int] | None
         if number in seen:
             return seen[number], place
         seen[number] = place
+    return None
+
+
+def _first_shared(tags: Bools, nodes: Sequence[int]) -> tuple[int, int, int] | None:
+    """The first two places of a route whose nodes have a tag in common, and the tag."""
+    for second, node in enumerate(nodes):
+        for first in range(second):
+            common = np.flatnonzero(tags[nodes[first]] & tags[node])
+            if len(common):
+                return first, second, int(common[0])
     return None

@@ -40,7 +40,9 @@ class Rules:
     max_stages: int | None = None
 
     def rejects(self, candidate: Candidate) -> str | None:
-        """Why a candidate may serve no stage, for people; None when it may."""
+        """Why a candidate may serve no stage, for people; None when it may. A group may when each member may."""
+        if candidate.members:
+            return next((why for member in candidate.members if (why := self.rejects(member))), None)
         if candidate.peer in self.deny_peers:
             return "you deny this peer"
         if self.allow_peers and candidate.peer not in self.allow_peers:

@@ -47,6 +47,8 @@ class Candidate:
         numerics: class that it serves; empty when all candidates have the same.
         operator, region, price: tags that its operator chose, for rules.
         note: for people, why it ranks below what it claims; empty when it does not.
+        members: of a fusion group (scheduler.groups), as each of them is believed; empty: it is one node.
+        exchange: what the members' exchanges add to each layer, beside what they compute; None: nothing.
     """
 
     peer: PeerId
@@ -59,6 +61,18 @@ class Candidate:
     region: str = ""
     price: float = 0.0
     note: str = ""
+    members: tuple[Candidate, ...] = ()
+    exchange: Speed | None = None
+
+    @property
+    def nodes(self) -> tuple[Candidate, ...]:
+        """Those that compute: the members, or itself."""
+        return self.members or (self,)
+
+    @property
+    def peers(self) -> frozenset[PeerId]:
+        """All ids that stand for it or a part of it."""
+        return frozenset((self.peer, *(member.peer for member in self.members)))
 
 
 class LegSource(enum.StrEnum):

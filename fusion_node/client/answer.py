@@ -115,7 +115,7 @@ class AnswerShell:
         groups: Groups | None = None,
     ) -> None:
         self.core = core
-        self._groups = groups or Groups(None, wire_dtype="", decompress=lambda payload, tensor: payload)
+        self._groups = groups or Groups(0, wire_dtype="", decompress=lambda payload, tensor: payload)
         self.retain = False
         self.is_kept = False
         self._connection = connection

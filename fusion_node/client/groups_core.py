@@ -33,7 +33,7 @@ import msgspec
 import numpy as np
 
 from fusion_node.errors import LocalProtocolError, PeerError
-from fusion_node.slices import Dims, split
+from fusion_node.slices import split_columns
 from fusion_node.types import MonotonicS, PeerId, is_group, members_of
 from fusion_node.wire import WireError, printable
 from p2p.identity import short
@@ -160,16 +160,16 @@ class Groups:
     """The groups of one answer.
 
     Args:
-        dims: sizes of the model's layers, from which members' columns follow; None: its layers cannot be shared.
+        hidden_size: of whole rows.
         wire_dtype: encoding of rows.
         decompress: see Decompress.
         open_lease: see SessionCore; None: leases are not looked at.
     """
 
     def __init__(
-        self, dims: Dims | None, *, wire_dtype: str, decompress: Decompress, open_lease: OpenLease | None = None
+        self, hidden_size: int, *, wire_dtype: str, decompress: Decompress, open_lease: OpenLease | None = None
     ) -> None:
-        self._dims = dims
+        self._hidden_size = hidden_size
         self._wire_dtype = wire_dtype
         self._decompress = decompress
         self._open_lease = open_lease
@@ -207,7 +207,7 @@ class Groups:
         for stage, place in enumerate(plan.stages):
             if not place.members:
                 continue
-            group = _Group(place, stage, self._columns(place))
+            group = _Group(place, stage, split_columns(self._hidden_size, place.weights))
             old = before.get(group.peer)
             if old is not None and goes_on:
                 # What it had computed it still sends, under the epoch of the step.
@@ -288,7 +288,7 @@ class Groups:
         index = group.index(source)
         if group.has_failed:
             if isinstance(message, SessionFailed) and epoch == plan.epoch:
-                self._note_failure(group, index, message)
+                self._note_failure(group, source, PeerId(message.culprit))
             return []
         match message:
             case StepResult():
@@ -366,11 +366,6 @@ class Groups:
         if len(self._remembered) > MAX_KNOWN:
             self._remembered.popitem(last=False)
 
-    def _columns(self, place: PlanStage) -> list[range]:
-        if self._dims is None:
-            raise LocalProtocolError("a group was planned for a model whose layers cannot be shared")
-        return [bounds.columns for bounds in split(self._dims, place.weights)]
-
     def _expect(self, message: Step | Resend) -> None:
         """The last stage is going to answer it with these rows."""
         plan = self._plan
@@ -391,10 +386,7 @@ class Groups:
         accused = self._of_member.get(PeerId(message.culprit))
         if accused is None:
             return message
-        accused.suspects[PeerId(message.culprit)] = None
-        own = self._of_member.get(source)
-        if own is not None:
-            own.suspects[source] = None
+        self._suspect(source, PeerId(message.culprit))
         return msgspec.structs.replace(message, culprit=accused.peer)
 
     def _reason(self, member: PeerId, reason: str) -> str:
@@ -402,11 +394,16 @@ class Groups:
 
     def _receive_refused(self, group: _Group, source: PeerId, message: SessionRefused) -> list[Said]:
         if message.code == SUCCESSOR_UNREACHABLE and group.stage + 1 < len(self._present.stages):
-            group.suspects[source] = None  # as much as the next stage is: the session finds out
+            self._suspect(source, PeerId(message.culprit))  # one of the two, and the session finds out
         else:
-            group.guilty[source] = None
+            self._note_failure(group, source, PeerId(message.culprit))
             group.has_failed = True
         return [Said(group.peer, msgspec.structs.replace(message, reason=self._reason(source, message.reason)))]
+
+    def _suspect(self, *peers: PeerId) -> None:
+        for peer in peers:
+            if peer in self._of_member:
+                self._of_member[peer].suspects[peer] = None
 
     def _fail(self, group: _Group, index: int, text: str, code: str = "bad-member") -> list[Said]:
         """A member has made its group useless for the session."""
@@ -537,16 +534,15 @@ class Groups:
         is_neighbour = message.culprit in {stage.peer for stage in self._present.stages}
         if (accused is not None and accused is not group) or is_neighbour:
             # One of the two stages is at fault, and the session finds out which.
-            group.suspects[member.peer] = None
+            self._suspect(member.peer)
             return [Said(group.peer, self._with_culprit(message, member.peer))]
-        self._note_failure(group, index, message)
+        self._note_failure(group, member.peer, PeerId(message.culprit))
         group.has_failed = True
         group.parts.clear()
         return [Said(group.peer, msgspec.structs.replace(message, culprit="", is_kept=False))]
 
-    def _note_failure(self, group: _Group, index: int, message: SessionFailed) -> None:
-        """Who of the group is at fault when this member says so."""
-        member, culprit = group.members[index].peer, PeerId(message.culprit)
+    def _note_failure(self, group: _Group, member: PeerId, culprit: PeerId) -> None:
+        """Who of the group is at fault when a member says that it cannot go on, because of somebody perhaps."""
         if self._of_member.get(culprit) is not group or culprit == member:
             if not group.guilty:
                 group.guilty[member] = None

@@ -21,8 +21,10 @@ from fusion_node.slices import Dims, split
 from fusion_node.types import MonotonicS, PeerId, group_id, members_of
 from p2p.identity import Identity, short
 from p2p.messages import (
+    MEMBER_UNREACHABLE,
     NOT_RETAINED,
     PEER_LOST,
+    SUCCESSOR_UNREACHABLE,
     AnyMessage,
     Cancel,
     CloseSession,
@@ -142,7 +144,7 @@ class World:
     def __init__(self, peer: PeerId = GROUP) -> None:
         self.plan = plan_of(peer)
         self.peer = peer
-        self.groups = Groups(DIMS, wire_dtype="f32", decompress=plain_rows, open_lease=lease_of)
+        self.groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows, open_lease=lease_of)
         self.groups.begin(self.plan)
         self.core = SessionCore(
             self.plan,
@@ -361,7 +363,7 @@ def test_compressed_rows_of_members_are_joined() -> None:
 
 
 def test_member_that_returns_less_than_those_beside_it_is_named_though_each_may_be_right_alone() -> None:
-    groups = Groups(DIMS, wire_dtype="f32", decompress=plain_rows)
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
     groups.begin(plan_of(NODE, GROUP))
     step = Step(KEY, 0, 0, 1, 0, (), 2, (1, 2), TensorMeta("f32", 2, DIMS.hidden), ())
     groups.steps(NODE, step, [(step.tensor, NOTHING)])
@@ -397,7 +399,7 @@ def test_member_that_falls_silent_is_the_one_that_is_named(silent: int, after: i
 
 
 def test_lost_member_is_named_and_stays_named_when_another_group_has_taken_over() -> None:
-    groups = Groups(DIMS, wire_dtype="f32", decompress=plain_rows)
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
     groups.begin(plan_of(GROUP))
     groups.lost(PEERS[1])
     error = PeerClosed(GROUP, f"node {short(GROUP)} is gone")
@@ -411,7 +413,7 @@ def test_lost_member_is_named_and_stays_named_when_another_group_has_taken_over(
 
 
 def test_errors_of_nodes_and_of_groups_without_a_culprit_stay_as_they_are() -> None:
-    groups = Groups(DIMS, wire_dtype="f32", decompress=plain_rows)
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
     groups.begin(plan_of(GROUP))
     for peer in (GROUP, NODE):
         error = PeerTimeout(peer, "computes nothing")
@@ -423,7 +425,7 @@ def failed(culprit: str = "", code: str = PEER_LOST, epoch: int = 0, stage: int 
 
 
 def test_member_that_is_accused_by_another_is_the_fault_of_its_group_and_its_own_word_does_not_count() -> None:
-    groups = Groups(DIMS, wire_dtype="f32", decompress=plain_rows)
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
     groups.begin(plan_of(GROUP))
     said = groups.receive(PEERS[0], failed(PEERS[2]), NOTHING, now=NOW)
     message = said[0].message
@@ -435,7 +437,7 @@ def test_member_that_is_accused_by_another_is_the_fault_of_its_group_and_its_own
 
 
 def test_member_that_accuses_one_after_the_other_is_doubted_itself() -> None:
-    groups = Groups(DIMS, wire_dtype="f32", decompress=plain_rows)
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
     groups.begin(plan_of(GROUP))
     groups.receive(PEERS[0], failed(PEERS[2]), NOTHING, now=NOW)
     successor = group_id([PEERS[0], PEERS[1], PEERS[7]])
@@ -445,7 +447,7 @@ def test_member_that_accuses_one_after_the_other_is_doubted_itself() -> None:
 
 
 def test_accuser_of_those_who_are_really_gone_is_not_doubted() -> None:
-    groups = Groups(DIMS, wire_dtype="f32", decompress=plain_rows)
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
     groups.begin(plan_of(GROUP))
     groups.receive(PEERS[0], failed(PEERS[2]), NOTHING, now=NOW)
     groups.lost(PEERS[2])
@@ -456,7 +458,7 @@ def test_accuser_of_those_who_are_really_gone_is_not_doubted() -> None:
 
 
 def test_culprit_of_another_group_becomes_that_group_and_is_named_when_it_is_found_at_fault() -> None:
-    groups = Groups(DIMS, wire_dtype="f32", decompress=plain_rows)
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
     groups.begin(plan_of(OTHER, GROUP, NODE))
     [said] = groups.receive(PEERS[1], failed(PEERS[4], "bad-parts", stage=1), NOTHING, now=NOW)
     assert isinstance(said.message, SessionFailed)
@@ -473,7 +475,7 @@ def test_culprit_of_another_group_becomes_that_group_and_is_named_when_it_is_fou
 
 @pytest.mark.parametrize("message", [failed(), failed("stranger"), failed(code=NOT_RETAINED), failed(PEERS[1])])
 def test_failure_of_a_member_without_a_neighbour_as_culprit_is_its_own(message: SessionFailed) -> None:
-    groups = Groups(DIMS, wire_dtype="f32", decompress=plain_rows)
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
     groups.begin(plan_of(GROUP))
     [said] = groups.receive(PEERS[1], message, NOTHING, now=NOW)
     assert isinstance(said.message, SessionFailed)
@@ -483,7 +485,7 @@ def test_failure_of_a_member_without_a_neighbour_as_culprit_is_its_own(message: 
 
 
 def test_member_that_refuses_or_leaves_is_named() -> None:
-    groups = Groups(DIMS, wire_dtype="f32", decompress=plain_rows)
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
     groups.begin(plan_of(GROUP))
     [said] = groups.receive(PEERS[1], SessionDraining(KEY, 0, 0, 20.0, "shutting down"), NOTHING, now=NOW)
     assert isinstance(said.message, SessionDraining)
@@ -493,6 +495,23 @@ def test_member_that_refuses_or_leaves_is_named() -> None:
     assert isinstance(said.message, SessionRefused)
     assert short(PEERS[2]) in said.message.reason
     assert groups.at_fault(GROUP, now=NOW) == {PEERS[1], PEERS[2]}
+
+
+def test_member_that_another_cannot_reach_is_named() -> None:
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
+    groups.begin(plan_of(GROUP, OTHER))
+    refused = SessionRefused(KEY, 0, 0, MEMBER_UNREACHABLE, "cannot dial it", PEERS[2])
+    [said] = groups.receive(PEERS[0], refused, NOTHING, now=NOW)
+    assert isinstance(said.message, SessionRefused)
+    assert said.source == GROUP
+    assert groups.at_fault(GROUP, now=NOW) == {PEERS[2]}
+    groups.begin(plan_of(GROUP, OTHER, epoch=1))
+    refused = SessionRefused(KEY, 1, 0, SUCCESSOR_UNREACHABLE, "cannot dial it", PEERS[4])
+    [said] = groups.receive(PEERS[0], refused, NOTHING, now=NOW)
+    assert isinstance(said.message, SessionRefused)
+    assert (said.source, said.message.code) == (GROUP, SUCCESSOR_UNREACHABLE)
+    assert groups.at_fault(GROUP, now=NOW) == {PEERS[0]}
+    assert groups.at_fault(OTHER, now=NOW) == {PEERS[4]}
 
 
 def opened(next_sequence: int, num_positions: int, epoch: int = 1) -> SessionOpened:
@@ -507,7 +526,7 @@ def opening(groups: Groups, epoch: int, *, resumes: bool) -> list[tuple[PeerId, 
 
 
 def test_members_with_different_parts_of_the_session_begin_anew_and_the_group_has_nothing() -> None:
-    groups = Groups(DIMS, wire_dtype="f32", decompress=plain_rows)
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
     groups.begin(plan_of(GROUP, epoch=1))
     opening(groups, 1, resumes=True)
     for peer, num in zip(PEERS[:3], (5, 0, 6), strict=True):
@@ -529,7 +548,7 @@ def test_members_with_different_parts_of_the_session_begin_anew_and_the_group_ha
 
 
 def test_member_that_has_something_of_what_it_was_to_begin_anew_is_at_fault() -> None:
-    groups = Groups(DIMS, wire_dtype="f32", decompress=plain_rows)
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
     groups.begin(plan_of(GROUP, epoch=1))
     opening(groups, 1, resumes=True)
     for peer, num in zip(PEERS[:3], (5, 0, 0), strict=True):
@@ -541,7 +560,7 @@ def test_member_that_has_something_of_what_it_was_to_begin_anew_is_at_fault() ->
 
 
 def test_members_that_have_the_same_go_on_with_the_least_that_they_promise() -> None:
-    groups = Groups(DIMS, wire_dtype="f32", decompress=plain_rows)
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
     groups.begin(plan_of(GROUP, epoch=1))
     sent = opening(groups, 1, resumes=True)
     assert [(p, m.member, m.taps) for p, m in sent if isinstance(m, OpenSession)] == [
@@ -557,7 +576,7 @@ def test_members_that_have_the_same_go_on_with_the_least_that_they_promise() -> 
 
 def test_first_session_whose_members_reuse_different_beginnings_begins_empty() -> None:
     for reused, expected in (((16, 16, 16), 16), ((16, 32, 16), 0)):
-        groups = Groups(DIMS, wire_dtype="f32", decompress=plain_rows)
+        groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
         groups.begin(plan_of(GROUP))
         groups.outgoing(GROUP, OpenSession(KEY, 0, 0, b"", prefix=b"p" * 16, prefix_positions=32), now=NOW)
         for peer, positions in zip(PEERS[:3], reused, strict=True):
@@ -569,7 +588,7 @@ def test_first_session_whose_members_reuse_different_beginnings_begins_empty() -
 
 def test_result_of_an_earlier_plan_counts_only_for_who_goes_on() -> None:
     for successor, is_counted in ((GROUP, True), (group_id([*PEERS[:2], PEERS[7]]), False)):
-        groups = Groups(DIMS, wire_dtype="f32", decompress=plain_rows)
+        groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
         groups.begin(plan_of(GROUP))
         step = Step(KEY, 0, 0, 1, 0, (), 1, (1,), TensorMeta("f32", 1, DIMS.hidden), ())
         parts = groups.cut(GROUP, step.tensor, row_of(0))
@@ -582,7 +601,7 @@ def test_result_of_an_earlier_plan_counts_only_for_who_goes_on() -> None:
 
 
 def test_nothing_that_members_send_unasked_is_kept() -> None:
-    groups = Groups(DIMS, wire_dtype="f32", decompress=plain_rows)
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
     groups.begin(plan_of(NODE, GROUP))
     tensor = TensorMeta("f32", 1, len(COLUMNS[0]))
     row = memoryview(bytes(tensor.num_bytes))
@@ -607,7 +626,7 @@ def test_nothing_that_members_send_unasked_is_kept() -> None:
 
 
 def test_messages_of_other_sessions_and_later_plans_change_nothing() -> None:
-    groups = Groups(DIMS, wire_dtype="f32", decompress=plain_rows)
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
     groups.begin(plan_of(GROUP))
     for message in (failed(epoch=1), msgspec.structs.replace(failed(), session=b"y" * 16)):
         assert groups.receive(PEERS[0], message, NOTHING, now=NOW) == []
@@ -615,7 +634,7 @@ def test_messages_of_other_sessions_and_later_plans_change_nothing() -> None:
 
 
 def test_cancels_are_not_sent_where_a_stage_is_a_group_and_orders_are_to_all_members() -> None:
-    groups = Groups(DIMS, wire_dtype="f32", decompress=plain_rows)
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
     groups.begin(plan_of(NODE, GROUP))
     assert groups.outgoing(NODE, Cancel(KEY, 0, 1), now=NOW) == groups.outgoing(GROUP, Cancel(KEY, 0, 1), now=NOW) == []
     order = Resend(KEY, 0, 0, 1, 0, 1, True)
@@ -640,7 +659,7 @@ def test_rows_that_were_cut_by_columns_are_joined_to_the_byte(num_rows: int, wei
 
 
 def test_bad_row_is_named_by_whom_the_session_blames() -> None:
-    groups = Groups(DIMS, wire_dtype="f32", decompress=plain_rows)
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
     groups.begin(plan_of(GROUP))
     error = RemoteProtocolError(GROUP, f"node {short(GROUP)} returned a bad row")
     groups.receive(PEERS[2], failed(), NOTHING, now=MonotonicS(time.monotonic()))

@@ -1,0 +1,442 @@
+"""Fusion groups that can be formed of nodes that hold slices: each is a candidate for a stage, as one node is.
+
+A group needs one holder of each slice of a split (its weights) over the same layers. Which holders of the same slice
+are best together is searched: all ways where they are few, else one member after the other is exchanged for a better
+one until none is (coordinate descent). Beside the best group its neighbours come out, that differ in one member:
+whoever is lost or rejected later has somebody to take its place.
+
+What a group costs: the leg to it is the longest to a member; its layers take what they take on the slowest member; and
+in every layer come the exchanges (fusion_node.slices), each of the longest way between two members, of what every
+member sends to all others at the rates of its legs, and of what messages cost.
+
+Guarantees: every group keeps the user's rules in each of its members, has no peer twice, no two peers that are not to
+talk to one another, and, where the user wants that, no two of one operator. The same input gives the same groups. What
+is searched is bounded.
+
+Assumes: members compute at the same time, so a layer waits for the slowest. Source: docs/design.md, "Groups". Still
+ugly: the exchanges of several sessions share messages, which the cost of a full route does not know.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from fusion_node.errors import ConfigError
+from fusion_node.slices import Dims, Exchange, exchange_width, exchanges, split
+from fusion_node.types import LayerRange, PeerId, group_id, is_group, members_of
+from scheduler.cost_model import Workload, compute_s_per_layer, seconds_per_layer
+from scheduler.leg_table import BulkLegs, Floats
+from scheduler.plans import Avoid, Reason, Rejection
+from scheduler.rules import Rules
+from scheduler.topology import SPEED_ROWS, Candidate, Leg, Legs, Speed
+
+MAX_PER_SLICE = 8
+"""Holders of one slice that are considered, the best by themselves."""
+
+MAX_WAYS = 256
+"""Ways to choose members, up to which all are looked at."""
+
+MAX_ROUNDS = 4
+"""In which every member is exchanged for a better one, when there are more ways."""
+
+MAX_EXCHANGED = 2
+"""Groups that come out beside the best for each of its members, with another in its place."""
+
+VALUE_BYTES = 4
+"""Of what members exchange: binary32."""
+
+EXCHANGE_MESSAGE_S = 0.0003
+"""What a small message takes of a member's processor, to send or to receive it: cipher, framing and event loop
+(docs/design.md, "Network": 0.3 ms per side for 4 KB)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SliceHolder:
+    """A node that holds a slice.
+
+    Attributes:
+        candidate: as of a node; its layers are those of which it holds the slice, its speed that of its slice.
+        index, weights: which slice.
+    """
+
+    candidate: Candidate
+    index: int
+    weights: tuple[int, ...]
+
+    @property
+    def peer(self) -> PeerId:
+        return self.candidate.peer
+
+    @property
+    def layers(self) -> LayerRange:
+        return self.candidate.layers
+
+
+@dataclass(frozen=True, slots=True)
+class MissingSlice:
+    """Why no group is formed for some layers: nobody may hold this slice of them.
+
+    Attributes:
+        why: for people: ``held by nobody``.
+    """
+
+    layers: LayerRange
+    index: int
+    weights: tuple[int, ...]
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Formed:
+    """What comes of the nodes that hold slices.
+
+    Attributes:
+        groups: candidates, best first for each layer range and split.
+        weights: of each group, by its id.
+        rejections: holders that may be in no group.
+        missing: of layer ranges and splits of which no group could be formed.
+    """
+
+    groups: tuple[Candidate, ...] = ()
+    weights: dict[PeerId, tuple[int, ...]] = field(default_factory=dict)
+    rejections: tuple[Rejection, ...] = ()
+    missing: tuple[MissingSlice, ...] = ()
+
+
+def form_groups(
+    holders: Iterable[SliceHolder],
+    legs: Legs,
+    *,
+    dims: Dims,
+    workload: Workload,
+    rules: Rules,
+    avoid: Avoid,
+    num_members: int | None = None,
+) -> Formed:
+    """All groups that are worth planning with.
+
+    Args:
+        legs: between nodes.
+        num_members: of each group, at least 2; None: any number above that.
+    """
+    table = _Table(legs, dims, workload, rules, avoid)
+    usable: list[SliceHolder] = []
+    rejected: list[tuple[SliceHolder, Rejection]] = []
+    for holder in sorted(holders, key=lambda each: (each.peer, each.layers, each.weights, each.index)):
+        rejection = _why_not(holder, table, num_members)
+        if rejection is None:
+            usable.append(holder)
+        else:
+            rejected.append((holder, rejection))
+    groups: dict[PeerId, Candidate] = {}
+    weights_of: dict[PeerId, tuple[int, ...]] = {}
+    missing: list[MissingSlice] = []
+    splits = {(each.layers, each.weights) for each in [*usable, *(holder for holder, _ in rejected)]}
+    for layers, weights in sorted(splits):
+        if not _is_wanted(weights, num_members) or table.problem(weights):
+            continue
+        by_index = [
+            [each for each in usable if each.weights == weights and each.index == k and _holds(each, layers)]
+            for k in range(len(weights))
+        ]
+        gaps = [k for k, found in enumerate(by_index) if not found]
+        if gaps:
+            missing += [MissingSlice(layers, k, weights, _why_missing(k, layers, weights, rejected)) for k in gaps]
+            continue
+        found = _best_groups(by_index, layers, weights, table)
+        if not found:
+            missing.append(MissingSlice(layers, 0, weights, "held only together with others that your rules exclude"))
+        for candidate in found:
+            groups.setdefault(candidate.peer, candidate)
+            weights_of[candidate.peer] = weights
+    return Formed(tuple(groups.values()), weights_of, tuple(rejection for _, rejection in rejected), tuple(missing))
+
+
+class GroupLegs:
+    """Legs of a swarm in which groups are as far away as their farthest member.
+
+    Args:
+        legs: between nodes.
+    """
+
+    def __init__(self, legs: Legs) -> None:
+        self._legs = legs
+        self._known: dict[tuple[PeerId | None, PeerId | None], Leg] = {}
+
+    def leg(self, sender: PeerId | None, receiver: PeerId | None) -> Leg:
+        """From one peer to another; None is the user. Never fails."""
+        if not (sender is not None and is_group(sender)) and not (receiver is not None and is_group(receiver)):
+            return self._legs.leg(sender, receiver)
+        leg = self._known.get((sender, receiver))
+        if leg is None:
+            legs = [self._legs.leg(one, other) for one in _ends(sender) for other in _ends(receiver)]
+            longest = max(legs, key=lambda each: each.one_way_s)
+            rates = [each.rate_Bps for each in legs if each.rate_Bps is not None]
+            rate_Bps = min(rates) * _shares(sender, receiver) if rates else None
+            leg = self._known[sender, receiver] = Leg(longest.one_way_s, longest.source, rate_Bps)
+        return leg
+
+    def bulk_legs(self, senders: Sequence[PeerId], receivers: Sequence[PeerId]) -> tuple[Floats, Floats]:
+        """See scheduler.leg_table.BulkLegs."""
+        ones, others = _members(senders), _members(receivers)
+        one_way_s, rate_Bps = self._between(ones, others)
+        at_one = {peer: index for index, peer in enumerate(ones)}
+        at_other = {peer: index for index, peer in enumerate(others)}
+        one_way_s = _worst(one_way_s, senders, at_one, np.maximum)
+        one_way_s = _worst(one_way_s.T, receivers, at_other, np.maximum).T
+        rate_Bps = _worst(rate_Bps, senders, at_one, np.minimum)
+        rate_Bps = _worst(rate_Bps.T, receivers, at_other, np.minimum).T
+        shares = np.array([len(members_of(peer)) for peer in senders])
+        return np.ascontiguousarray(one_way_s), np.ascontiguousarray(rate_Bps * shares[:, None])
+
+    def _between(self, ones: Sequence[PeerId], others: Sequence[PeerId]) -> tuple[Floats, Floats]:
+        if isinstance(self._legs, BulkLegs):
+            return self._legs.bulk_legs(ones, others)
+        legs = [[self._legs.leg(one, other) for other in others] for one in ones]
+        return (
+            np.array([[leg.one_way_s for leg in row] for row in legs]),
+            np.array([[math.inf if leg.rate_Bps is None else leg.rate_Bps for leg in row] for row in legs]),
+        )
+
+
+def _ends(peer: PeerId | None) -> Sequence[PeerId | None]:
+    return (None,) if peer is None else members_of(peer)
+
+
+def _shares(sender: PeerId | None, receiver: PeerId | None) -> int:
+    """Into how many parts rows go over lines of their own: from each member of a group to another stage. What reaches
+    the user, or leaves it, goes over one line."""
+    return 1 if sender is None or receiver is None else len(members_of(sender))
+
+
+def _members(peers: Sequence[PeerId]) -> list[PeerId]:
+    return list(dict.fromkeys(member for peer in peers for member in members_of(peer)))
+
+
+def _worst(table: Floats, peers: Sequence[PeerId], at: dict[PeerId, int], of: np.ufunc) -> Floats:
+    """Rows of peers from rows of their members."""
+    return np.array([of.reduce(table[[at[member] for member in members_of(peer)]], axis=0) for peer in peers])
+
+
+class _Table:
+    """What is asked of groups, and what is reckoned once."""
+
+    def __init__(self, legs: Legs, dims: Dims, workload: Workload, rules: Rules, avoid: Avoid) -> None:
+        self.legs, self.workload, self.rules, self.avoid = legs, workload, rules, avoid
+        self._dims = dims
+        self._widths: dict[tuple[int, ...], Floats | str] = {}
+        self._pairs = avoid.pairs | {(other, one) for one, other in avoid.pairs}
+
+    def problem(self, weights: tuple[int, ...]) -> str:
+        """Why the model's layers cannot be shared like that; empty: they can."""
+        found = self._widths_of(weights)
+        return found if isinstance(found, str) else ""
+
+    def widths(self, weights: tuple[int, ...]) -> Floats:
+        """Bytes of a row that each member is sent by each other [exchanges, members]."""
+        found = self._widths_of(weights)
+        if isinstance(found, str):
+            raise ConfigError(found)
+        return found
+
+    def _widths_of(self, weights: tuple[int, ...]) -> Floats | str:
+        known = self._widths.get(weights)
+        if known is None:
+            try:
+                bounds = split(self._dims, weights)
+            except ConfigError as error:
+                known = str(error)
+            else:
+                known = VALUE_BYTES * np.array(
+                    [[exchange_width(self._dims, owner, each) for owner in bounds] for each in self.exchanges],
+                    dtype=np.float64,
+                )
+            self._widths[weights] = known
+        return known
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        return exchanges(self._dims)
+
+    def may_talk(self, one: PeerId, other: PeerId) -> bool:
+        return (one, other) not in self._pairs
+
+    def exchange(self, members: Sequence[SliceHolder], weights: tuple[int, ...]) -> Speed:
+        """What the exchanges of a layer take, for 1, 16 and 256 rows."""
+        num, peers = len(members), [each.peer for each in members]
+        ways = [(one, other) for one in range(num) for other in range(num) if one != other]
+        legs = {(one, other): self.legs.leg(peers[one], peers[other]) for one, other in ways}
+        longest_s = max(leg.one_way_s for leg in legs.values())
+        fixed_s = longest_s + 2 * (num - 1) * EXCHANGE_MESSAGE_S
+        # Each member sends to all others over its line; an exchange is over when the last has.
+        row_s = 0.0
+        for sizes in self.widths(weights).tolist():
+            row_s += max(
+                sum(
+                    0.0 if (rate := legs[one, other].rate_Bps) is None else sizes[other] / max(rate, 1.0)
+                    for other in range(num)
+                    if other != one
+                )
+                for one in range(num)
+            )
+        first, second, third = (len(self.exchanges) * fixed_s + rows * row_s for rows in SPEED_ROWS)
+        return Speed(first, second, third)
+
+
+def _is_wanted(weights: tuple[int, ...], num_members: int | None) -> bool:
+    return len(weights) >= 2 if num_members is None else len(weights) == num_members
+
+
+def _holds(holder: SliceHolder, layers: LayerRange) -> bool:
+    return holder.layers.start <= layers.start and layers.stop <= holder.layers.stop
+
+
+def _why_not(holder: SliceHolder, table: _Table, num_members: int | None) -> Rejection | None:
+    candidate = holder.candidate
+
+    def reject(reason: Reason, text: str) -> Rejection:
+        return Rejection(candidate.peer, candidate.layers, reason, text)
+
+    if not _is_wanted(holder.weights, num_members):
+        return reject(Reason.OUTSIDE, f"holds a slice of one of {len(holder.weights)}, which you do not want")
+    if problem := table.problem(holder.weights):
+        return reject(Reason.OUTSIDE, problem)
+    if candidate.peer in table.avoid.peers:
+        return reject(Reason.AVOIDED, "failed or refused lately")
+    if math.isinf(table.legs.leg(None, candidate.peer).one_way_s + table.legs.leg(candidate.peer, None).one_way_s):
+        return reject(Reason.UNREACHABLE, "cannot be reached")
+    if (rule := table.rules.rejects(candidate)) is not None:
+        return reject(Reason.RULE, rule)
+    if candidate.kv_free_positions < table.workload.num_positions:
+        room = candidate.kv_free_positions
+        return reject(Reason.NO_ROOM, f"has room for {room} of {table.workload.num_positions} positions")
+    return None
+
+
+_WHY_MISSING = {
+    Reason.NO_ROOM: "held without room for the session",
+    Reason.RULE: "held by nobody whom your rules allow",
+    Reason.AVOIDED: "held by nobody who has not failed lately",
+    Reason.UNREACHABLE: "held by nobody who can be reached",
+}
+
+
+def _why_missing(
+    index: int, layers: LayerRange, weights: tuple[int, ...], rejected: Iterable[tuple[SliceHolder, Rejection]]
+) -> str:
+    reasons = {
+        rejection.reason
+        for holder, rejection in rejected
+        if holder.weights == weights and holder.index == index and _holds(holder, layers)
+    }
+    return next((why for reason, why in _WHY_MISSING.items() if reason in reasons), "held by nobody")
+
+
+def _best_groups(
+    by_index: Sequence[Sequence[SliceHolder]], layers: LayerRange, weights: tuple[int, ...], table: _Table
+) -> list[Candidate]:
+    """The best group over these layers, then those that differ from it in one member; none where no way keeps the
+    rules."""
+    chosen_from = [sorted(found, key=lambda each: _alone(each, table))[:MAX_PER_SLICE] for found in by_index]
+    known: dict[tuple[PeerId, ...], tuple[float, Candidate] | None] = {}
+
+    def form(members: Sequence[SliceHolder]) -> tuple[float, Candidate] | None:
+        key = tuple(each.peer for each in members)
+        if key not in known:
+            known[key] = _form(members, layers, weights, table)
+        return known[key]
+
+    best = _search(chosen_from, form)
+    if best is None:
+        return []
+    found = [form(best)]
+    for k in range(len(best)):
+        others = [form([*best[:k], other, *best[k + 1 :]]) for other in chosen_from[k] if other is not best[k]]
+        found += sorted((each for each in others if each is not None), key=_by_value)[:MAX_EXCHANGED]
+    return [candidate for _, candidate in sorted((each for each in found if each is not None), key=_by_value)]
+
+
+def _by_value(found: tuple[float, Candidate]) -> tuple[float, PeerId]:
+    return found[0], found[1].peer
+
+
+def _search(
+    chosen_from: Sequence[Sequence[SliceHolder]],
+    form: Callable[[Sequence[SliceHolder]], tuple[float, Candidate] | None],
+) -> list[SliceHolder] | None:
+    if math.prod(map(len, chosen_from)) <= MAX_WAYS:
+        all_ways = [
+            (found[0], list(members)) for members in itertools.product(*chosen_from) if (found := form(members))
+        ]
+        return min(all_ways, key=lambda way: way[0])[1] if all_ways else None
+    best: list[SliceHolder] = []
+    for number in range(len(chosen_from[0])):  # not every first way keeps the rules
+        best = [holders[number % len(holders)] for holders in chosen_from]
+        if form(best) is not None:
+            break
+    for _ in range(MAX_ROUNDS):
+        before = list(best)
+        for k, holders in enumerate(chosen_from):
+            ways = [[*best[:k], other, *best[k + 1 :]] for other in holders]
+            best = min(ways, key=lambda way: math.inf if (each := form(way)) is None else each[0])
+        if best == before:
+            break
+    return best if form(best) is not None else None
+
+
+def _alone(holder: SliceHolder, table: _Table) -> tuple[float, PeerId]:
+    """What a holder costs by itself."""
+    candidate, legs = holder.candidate, table.legs
+    way_s = legs.leg(None, candidate.peer).one_way_s + legs.leg(candidate.peer, None).one_way_s
+    compute_s = len(candidate.layers) * compute_s_per_layer(candidate, table.workload.step_rows)
+    return way_s + max(candidate.queue_s, 0.0) + compute_s, candidate.peer
+
+
+def _form(
+    members: Sequence[SliceHolder], layers: LayerRange, weights: tuple[int, ...], table: _Table
+) -> tuple[float, Candidate] | None:
+    """A group, and the seconds of a step by which it is compared; None where these may be none."""
+    nodes = tuple(each.candidate for each in members)
+    peers = [node.peer for node in nodes]
+    operators = [node.operator for node in nodes if node.operator]
+    if len(set(peers)) < len(peers) or group_id(peers) in table.avoid.peers:
+        return None
+    if table.rules.one_shard_per_operator and len(set(operators)) < len(operators):
+        return None
+    if not all(table.may_talk(one, other) for one, other in itertools.combinations(peers, 2)):
+        return None
+    group = Candidate(
+        peer=group_id(peers),
+        layers=layers,
+        speed=Speed(
+            max(node.speed.rows_1_s for node in nodes),
+            max(node.speed.rows_16_s for node in nodes),
+            max(node.speed.rows_256_s for node in nodes),
+        ),
+        kv_free_positions=min(node.kv_free_positions for node in nodes),
+        queue_s=max(node.queue_s for node in nodes),
+        numerics=nodes[0].numerics,
+        price=sum(node.price for node in nodes),
+        note="; ".join(f"{node.peer[-8:]} {node.note}" for node in nodes if node.note),
+        members=tuple(replace(node, layers=layers) for node in nodes),
+        exchange=table.exchange(members, weights),
+    )
+    way_s = max(table.legs.leg(None, peer).one_way_s for peer in peers)
+    way_s += max(table.legs.leg(peer, None).one_way_s for peer in peers)
+    layers_s = len(layers) * seconds_per_layer(group, table.workload.step_rows)
+    return way_s + max(group.queue_s, 0.0) + layers_s, group
+
+
+__all__ = [
+    "EXCHANGE_MESSAGE_S",
+    "Formed",
+    "GroupLegs",
+    "MissingSlice",
+    "SliceHolder",
+    "form_groups",
+]
