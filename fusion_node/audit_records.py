@@ -22,9 +22,13 @@ MAX_LINE_BYTES = 128 * 1024
 """That a reader takes. A plan has 48 KiB at most, and its line, which names peers and no addresses, hardly more."""
 
 Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-PeerText: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-NameText: TypeAlias = Annotated[str, msgspec.Meta(max_length=64)]
-HexText: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024, pattern="^[0-9a-f]*$")]
+U32: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]
+Rows: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=4096)]
+Layer: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=4096)]
+StageIndex: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=127)]
+PeerText: TypeAlias = Annotated[str, msgspec.Meta(min_length=1, max_length=64, pattern="^[0-9A-Za-z]+$")]
+NameText: TypeAlias = Annotated[str, msgspec.Meta(max_length=96, pattern="^[ -~]*$")]
+HexText: TypeAlias = Annotated[str, msgspec.Meta(max_length=1024, pattern="^([0-9a-f]{2})*$")]
 SessionText: TypeAlias = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{16}$")]
 
 
@@ -68,14 +72,14 @@ class Event(Line, frozen=True):
     to: Number = 0
     from_: Number = msgspec.field(default=0, name="from")
     session: Number = 0
-    epoch: Number = 0
+    epoch: U32 = 0
 
 
 class StageSeen(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Of a plan. One peer serves the layers whole; several, with as many weights, are the members of a group."""
 
-    start: Number
-    stop: Number
+    start: Layer
+    stop: Layer
     peers: Annotated[tuple[PeerText, ...], msgspec.Meta(min_length=1, max_length=16)]
     weights: Annotated[tuple[Number, ...], msgspec.Meta(max_length=16)] = ()
 
@@ -93,8 +97,8 @@ class PlanSeen(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 class OpenLine(Event, frozen=True, tag="open"):
     """An ``open``. ``digest`` is of the signed plan as it travelled; no plan: its bytes could not be read."""
 
-    stage: Number = 0
-    member: Number = 0
+    stage: StageIndex = 0
+    member: StageIndex = 0
     resumes: bool = False
     folds: bool = False
     digest: HexText = ""
@@ -107,7 +111,7 @@ class Tensor(Event, frozen=True):
     An empty digest: the rows cannot be decompressed.
     """
 
-    rows: Number = 0
+    rows: Rows = 0
     width: Number = 0
     dtype: NameText = ""
     bytes: Number = 0
@@ -121,27 +125,27 @@ class StepLine(Tensor, frozen=True, tag="step"):
     commits all of itself.
     """
 
-    sequence: Number = 0
-    first: Number = 0
-    nodes: Number = 0
+    sequence: U32 = 0
+    first: U32 = 0
+    nodes: Rows = 0
     live: HexText = ""
-    wanted: Number = 0
-    covers: Number = 1
-    stop: Number | None = None
+    wanted: Rows = 0
+    covers: U32 = 1
+    stop: StageIndex | None = None
     is_tree: bool = False
 
 
 class ResultLine(Tensor, frozen=True, tag="result"):
     """A ``result``."""
 
-    sequence: Number = 0
+    sequence: U32 = 0
 
 
 class TapsLine(Tensor, frozen=True, tag="taps"):
     """Rows after ``layer`` layers, for a user's drafter."""
 
-    sequence: Number = 0
-    layer: Number = 0
+    sequence: U32 = 0
+    layer: Layer = 0
 
 
 class PartialsLine(Tensor, frozen=True, tag="partials"):
@@ -150,21 +154,21 @@ class PartialsLine(Tensor, frozen=True, tag="partials"):
     ``session`` 0: its alias is that of no session that was opened here; ``alias`` tells it then.
     """
 
-    layer: Number = 0
+    layer: Layer = 0
     exchange: NameText = ""
     """Name of a fusion_node.slices.Exchange, in lower case."""
-    node: Number = 0
+    node: U32 = 0
     alias: HexText = ""
 
 
 class OrderLine(Event, frozen=True, tag="resend"):
     """A ``resend``: the receiver is to hand on the rows of ``rows`` positions from ``first`` on."""
 
-    sequence: Number = 0
-    covers: Number = 1
-    first: Number = 0
-    rows: Number = 0
-    stop: Number | None = None
+    sequence: U32 = 0
+    covers: U32 = 1
+    first: U32 = 0
+    rows: Rows = 0
+    stop: StageIndex | None = None
 
 
 class SaidLine(Event, frozen=True, tag="said"):

@@ -122,7 +122,7 @@ class AuditLog:
             self._fd: int | None = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(f"the audit log {path} cannot be written: {error.strerror}") from error
-        self._write(LogLine(VERSION, peer, software[:64], now()))
+        self._write(LogLine(VERSION, peer, _ascii(software), now()))
 
     def sent(self, peer: PeerId, message: AnyMessage, payload: Buffer) -> None:
         """A frame is handed to the connection with ``peer``."""
@@ -322,7 +322,12 @@ def _seen(plan: Plan) -> PlanSeen:
         StageSeen(stage.start, stage.stop, tuple(place.peer for place in stage.places), stage.weights)
         for stage in plan.stages
     )
-    return PlanSeen(plan.user, plan.model_id, plan.numerics, stages, plan.wire)
+    return PlanSeen(plan.user, plan.model_id, _ascii(plan.numerics), stages, _ascii(plan.wire))
+
+
+def _ascii(text: str) -> str:
+    """What a line may hold of a text that somebody else chose."""
+    return "".join(c if " " <= c <= "~" else "?" for c in text[:96])
 
 
 __all__ = ["MAX_LOG_BYTES", "AuditLog"]
