@@ -46,6 +46,10 @@ class SliceEngine(KVEngine[SlicedStage]):
         return self._stage.bounds
 
     @property
+    def device(self) -> torch.device:
+        return self._stage.device
+
+    @property
     def columns(self) -> range:
         """Of the hidden state, that this member is sent and sends on."""
         return self._stage.own.columns
@@ -59,22 +63,17 @@ class SliceEngine(KVEngine[SlicedStage]):
         """Values per row that each member contributes for this one."""
         return self._stage.width(exchange, member)
 
-    def begin(self, batch: PlannedBatch, rows: Sequence[torch.Tensor | None]) -> list[FusedStep | None]:
+    def begin(self, batch: PlannedBatch, rows: Sequence[torch.Tensor]) -> list[FusedStep]:
         """Takes the rows of a batch whose changes to the KV were carried out.
 
         Args:
-            rows: per item of the batch the own columns ``[T, d]``; None leaves the item out.
+            rows: per item of the batch the own columns ``[T, d]``, at least one row.
 
         Returns:
-            Per item what waits for its first phase; None for what is left out, or has no row alive.
+            Per item what waits for its first phase.
         """
-        inputs = [
-            StepInput(item.step, x_Td, item.runs, item.start)
-            for item, x_Td in zip(batch.items, rows, strict=True)
-            if x_Td is not None and len(x_Td)
-        ]
-        steps = iter(self._stage.begin(inputs, batch.layers))
-        return [None if x_Td is None or not len(x_Td) else next(steps) for x_Td in rows]
+        inputs = [StepInput(i.step, x_Td, i.runs, i.start) for i, x_Td in zip(batch.items, rows, strict=True)]
+        return self._stage.begin(inputs, batch.layers)
 
     def phase(
         self, steps: Sequence[FusedStep], received: Sequence[Sequence[torch.Tensor]] | None

@@ -214,7 +214,8 @@ class SlicedStage:
             pool: of this slice.
 
         Returns:
-            Per step and member ``[T, W]``, contiguous; no members for a step that is done. None: all are done.
+            Per step and member ``[T, W]``, contiguous and on the CPU; no members for a step that is done. None: all are
+            done.
 
         Raises:
             ResourceExhausted: the device has no room for what the call needs. The steps are as they were, and the call
@@ -249,7 +250,7 @@ class SlicedStage:
             else:
                 rows_TD, after = layer.add_mlp(rows_TD, sum_TW), (number + 1, Exchange.QKV)
                 sent = self._send_on(steps, rows_TD, number + 1)
-            return self._handed(steps, rows_TD, routing, after, sent)
+            return self._handed(steps, rows_TD, routing, after, [part.cpu() for part in sent])
 
     def _send_on(self, steps: Sequence[FusedStep], rows_TD: torch.Tensor, number: int) -> list[torch.Tensor]:
         """Into the next layer, but for those that leave before it; rows of these are not among what is returned."""

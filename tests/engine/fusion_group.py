@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fusion_node.engine.block_manager_core import SlotMove
 from fusion_node.engine.kv_cache import KVPool
 from fusion_node.engine.numerics import NumericsClass
 from fusion_node.engine.sliced_stage import FusedStep, SlicedStage
@@ -91,6 +92,17 @@ class FusionGroup:
             self._phase(chosen, held)
             waiting = [steps for steps in waiting if not steps[0].is_done]
 
+    def compute(
+        self, k: int, steps: Sequence[FusedStep], received: Sequence[Sequence[torch.Tensor]] | None
+    ) -> list[list[torch.Tensor]] | None:
+        """One phase of one member."""
+        return self.members[k].phase(steps, received, self.pools[k])
+
+    def move(self, move: SlotMove) -> None:
+        """As KVPool.move, with every member."""
+        for pool in self.pools:
+            pool.move(move)
+
     def _phase(self, chosen: Sequence[tuple[FusedStep, ...]], held: dict[FusedStep, list[list[torch.Tensor]]]) -> None:
         """One phase of all members.
 
@@ -102,9 +114,9 @@ class FusionGroup:
         is_fresh = not chosen[0][0].has_begun
         received = [held.pop(steps[0], []) for steps in chosen]
         sent: list[list[list[torch.Tensor]]] = []
-        for k, (member, pool) in enumerate(zip(self.members, self.pools, strict=True)):
+        for k in range(len(self.members)):
             own = None if is_fresh else [[of_sender[k] for of_sender in of_step] for of_step in received]
-            out = member.phase([steps[k] for steps in chosen], own, pool)
+            out = self.compute(k, [steps[k] for steps in chosen], own)
             sent.append(out if out is not None else [[] for _ in chosen])
         if self.on_layer is not None and exchange is Exchange.DOWN and not is_fresh:
             self.on_layer(layer, [torch.cat([step.rows_TD for step in steps], dim=1) for steps in chosen])
