@@ -27,12 +27,26 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from fusion_node.daemon.parts_core import JoinedPart, Parts
 from fusion_node.daemon.taps_core import problem_with_taps
 from fusion_node.engine.block_manager_core import BlockManager, NoRoom
 from fusion_node.engine.session_log_core import LogState, SessionLog
+from fusion_node.slices import ModelSlice
 from fusion_node.types import LayerRange, ModelId, MonotonicS, PeerId
-from p2p.messages import DRAINING, INT8, KEPT_S, RETAIN_S, SUCCESSOR_UNREACHABLE, OpenSession, Resend, Step
-from p2p.records import PROTOCOL_VERSION, Lease, Plan
+from p2p.messages import (
+    DRAINING,
+    INT8,
+    KEPT_S,
+    MEMBER_UNREACHABLE,
+    RETAIN_S,
+    SUCCESSOR_UNREACHABLE,
+    OpenSession,
+    Resend,
+    StageTiming,
+    Step,
+    alias_of,
+)
+from p2p.records import PROTOCOL_VERSION, Lease, Plan, PlanStage
 
 LEASE_S = 120.0
 """Between two steps of a session. A person who thinks between two questions opens a new session for the second."""
@@ -61,6 +75,7 @@ class RefusalCode(enum.StrEnum):
     NOT_YOURS = "not-yours"
     UNKNOWN_MODEL = "unknown-model"
     LAYERS_NOT_HELD = "layers-not-held"
+    SLICE_NOT_HELD = "slice-not-held"
     NUMERICS = "numerics"
     NO_MEMORY = "no-memory"
     TOO_MANY_SESSIONS = "too-many-sessions"
@@ -69,6 +84,7 @@ class RefusalCode(enum.StrEnum):
     DRAINING = DRAINING
     PAUSED = "paused"
     SUCCESSOR_UNREACHABLE = SUCCESSOR_UNREACHABLE
+    MEMBER_UNREACHABLE = MEMBER_UNREACHABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +134,30 @@ class Fold:
     num_in_place: int
 
 
+@dataclass(slots=True)
+class JoiningEntry:
+    """An entry of the log of which some of those before the stage have sent their columns.
+
+    Attributes:
+        first: whose header all others have to equal.
+        parts: what has come, by who sent it.
+        timings: of each of them.
+    """
+
+    first: Step
+    parts: dict[PeerId, JoinedPart] = field(default_factory=dict)
+    timings: list[tuple[StageTiming, ...]] = field(default_factory=list)
+
+
 @dataclass(slots=True, eq=False)
 class Session:
     """One admitted session.
 
     Attributes:
-        plan, stage: of the present epoch.
+        plan, stage, member: of the present epoch; ``member`` is the place in the stage's group, 0 if it is none.
+        parts: who sends what of its rows, and who gets what.
+        awaited: those to whom links are not there yet, while it is opening.
+        joining: entries that have not come from everybody before the stage, by sequence and first node.
         log: its token tree on this stage.
         previous: who may send steps.
         next: who gets the results; the user after the last stage.
@@ -189,13 +223,28 @@ class Session:
     resumable_from: float = 0.0
     lease_envelope: tuple[bytes, MonotonicS] | None = None
     taps: tuple[int, ...] = ()
+    member: int = 0
+    parts: Parts = field(default_factory=Parts)
+    awaited: set[PeerId] = field(default_factory=set)
+    joining: dict[tuple[int, int], JoiningEntry] = field(default_factory=dict)
 
     @property
     def user(self) -> PeerId:
         return PeerId(self.plan.user)
 
     @property
+    def is_group(self) -> bool:
+        """Whether this node is a member of a group in it."""
+        return self.plan.stages[self.stage].is_group
+
+    @property
+    def alias(self) -> int:
+        """What it is called between the members of its group, under this plan."""
+        return alias_of(self.key, self.plan.epoch)
+
+    @property
     def previous(self) -> PeerId:
+        """Who sends steps: the first of them, if it is a group."""
         return PeerId(self.plan.stages[self.stage - 1].peer) if self.stage else self.user
 
     @property
@@ -204,7 +253,25 @@ class Session:
 
     @property
     def next(self) -> PeerId:
+        """Who gets what is made of them: the first one, if it is a group."""
         return self.user if self.is_last else PeerId(self.plan.stages[self.stage + 1].peer)
+
+    def may_send(self, peer: PeerId) -> bool:
+        """Whether steps may come from that peer."""
+        return _serves(self.plan.stages[self.stage - 1], peer) if self.stage else peer == self.user
+
+    def needs(self, peer: PeerId) -> bool:
+        """Whether it cannot go on without a link to that peer, unless it is kept."""
+        beside = self.plan.stages[max(self.stage - 1, 0) : self.stage + 2]
+        return any(_serves(stage, peer) for stage in beside)
+
+    @property
+    def num_joining_rows(self) -> int:
+        return sum(entry.first.node_count for entry in self.joining.values())
+
+    @property
+    def num_joining_bytes(self) -> int:
+        return sum(len(part.payload) for entry in self.joining.values() for part in entry.parts.values())
 
     @property
     def num_early_rows(self) -> int:
@@ -270,6 +337,7 @@ class Admission:
     Attributes:
         blocks: the KV of all sessions together; a session's table has its id as key.
         first_layers: of the model, at which a session may begin; None: at all of them.
+        slice: of these layers, that is held here; None: all of them.
         draining: the node leaves, or goes over to other layers; no session is opened any more.
         draining_reason: why, in words for users.
         paused: why no session is opened for now, in words for its user; None while they are.
@@ -281,6 +349,7 @@ class Admission:
     numerics: str
     blocks: BlockManager
     first_layers: frozenset[int] | None = None
+    slice: ModelSlice | None = None
     refused: Counter[str] = field(default_factory=Counter)
     draining: bool = False
     draining_reason: str = "the node is shutting down"
@@ -321,6 +390,7 @@ class Admission:
             if held.resumable_from > now + (RESUMES_AT_ONCE - 1) * RESUME_INTERVAL_S:
                 return self._count(Refused(RefusalCode.TOO_OFTEN, "too many plans for one session; wait a moment"))
             is_alike = (held.layers, held.plan.wire, held.plan.max_positions) == (layers, plan.wire, plan.max_positions)
+            is_alike = is_alike and _is_same_group(held, plan.stages[message.stage])
             # Whose committed prefix is another than its user's is of no use to it.
             if is_alike and (not message.folds or held.folds_along(message)):
                 self._adopt(held, plan, message, now)
@@ -347,6 +417,7 @@ class Admission:
             resumable_from=resumable_from,
             numbered_at=plan.epoch,
             taps=message.taps,
+            member=message.member,
         )
         if message.folds:
             session.log.next_sequence = session.num_done = reused  # an entry per position
@@ -356,7 +427,7 @@ class Admission:
     def get(self, key: bytes, *, epoch: int, source: PeerId) -> Session | None:
         """The session that a step from ``source`` belongs to; None when it is not theirs to send."""
         session = self._sessions.get(key)
-        if session is None or session.plan.epoch != epoch or session.previous != source:
+        if session is None or session.plan.epoch != epoch or not session.may_send(source):
             return None
         return session
 
@@ -384,6 +455,7 @@ class Admission:
         signed_until = now if session.lease_envelope is None else session.lease_envelope[1]
         session.kept_until = MonotonicS(max(now + KEPT_S, signed_until))
         session.resends.clear()
+        session.joining.clear()
 
     def start_empty(self, session: Session) -> bool:
         """Before its first step: the session begins with nothing instead of with a prefix.
@@ -430,9 +502,7 @@ class Admission:
     def touching(self, peer: PeerId) -> list[Session]:
         """Sessions that cannot go on without a link to ``peer``: a kept one needs its user only."""
         return [
-            s
-            for s in self._sessions.values()
-            if peer == s.user or (s.state is not SessionState.KEPT and peer in (s.previous, s.next))
+            s for s in self._sessions.values() if peer == s.user or (s.state is not SessionState.KEPT and s.needs(peer))
         ]
 
     def knows(self, user: PeerId, key: bytes) -> bool:
@@ -475,9 +545,11 @@ class Admission:
     def _check(self, message: OpenSession, plan: Plan, source: PeerId) -> LayerRange | Refused:
         if plan.user != source or plan.session != message.session or plan.epoch != message.epoch:
             return Refused(RefusalCode.NOT_YOURS, "the plan is for another session or signed by somebody else")
-        if message.stage >= len(plan.stages) or plan.stages[message.stage].peer != self.peer:
+        places = plan.stages[message.stage].places if message.stage < len(plan.stages) else ()
+        if message.member >= len(places) or places[message.member].peer != self.peer:
             return Refused(RefusalCode.BAD_PLAN, "the plan does not name this node at that stage")
-        if len({stage.peer for stage in plan.stages}) != len(plan.stages):
+        peers = [place.peer for stage in plan.stages for place in stage.places]
+        if len(set(peers)) != len(peers):
             return Refused(RefusalCode.BAD_PLAN, "the plan names a node twice")
         if plan.model_id != self.model_id:
             return Refused(RefusalCode.UNKNOWN_MODEL, "another model is served here")
@@ -486,6 +558,9 @@ class Admission:
         if plan.wire not in ("", INT8):
             return Refused(RefusalCode.BAD_PLAN, "rows in an encoding that is not known here")
         place = plan.stages[message.stage]
+        of_group = self._problem_with_group(message, plan, place)
+        if of_group is not None:
+            return of_group
         layers = LayerRange(place.start, place.stop)
         if layers.start < self.layers.start or layers.stop > self.layers.stop:
             return Refused(RefusalCode.LAYERS_NOT_HELD, f"layers {self.layers} are served here, not {layers}")
@@ -499,6 +574,22 @@ class Admission:
             return Refused(RefusalCode.LAYERS_NOT_HELD, reason)
         problem = problem_with_taps(message.taps, layers)
         return layers if problem is None else Refused(RefusalCode.BAD_TAPS, problem)
+
+    def _problem_with_group(self, message: OpenSession, plan: Plan, place: PlanStage) -> Refused | None:
+        """Why the stage, as the plan has it, is not one of which this node can be a part."""
+        asked = ModelSlice(message.member, place.weights) if place.is_group else None
+        if asked != self.slice:
+            held = "whole layers are" if self.slice is None else f"slice {self.slice} is"
+            wanted = "whole layers" if asked is None else f"slice {asked}"
+            return Refused(RefusalCode.SLICE_NOT_HELD, f"{held} held here, not {wanted}")
+        if plan.wire and any(stage.is_group for stage in plan.stages):
+            return Refused(RefusalCode.BAD_PLAN, "rows of groups have the plain encoding")
+        if place.is_group and message.taps:
+            return Refused(RefusalCode.BAD_TAPS, "a member of a group has no rows of its own to show")
+        alias = alias_of(message.session, message.epoch)
+        if place.is_group and any(s.alias == alias and s.key != message.session for s in self._sessions.values()):
+            return Refused(RefusalCode.DUPLICATE, "a session of that name is open: choose another id")
+        return None
 
     def _check_room(self, message: OpenSession, source: PeerId, *, is_resumed: bool) -> Refused | None:
         """Why no session is opened anew now."""
@@ -516,9 +607,11 @@ class Admission:
 
     def _adopt(self, session: Session, plan: Plan, message: OpenSession, now: MonotonicS) -> None:
         session.plan, session.stage, session.taps = plan, message.stage, message.taps
+        session.member = message.member
         session.num_queued_before = session.num_queued_rows
         session.state, session.kept_until = SessionState.OPENING, None
         session.resends.clear()
+        session.joining.clear()
         session.resent_positions = 0
         session.lease_envelope = None
         self.renew(session, now=now)
@@ -574,3 +667,19 @@ class Admission:
     def of_user(self, user: PeerId) -> list[Session]:
         """The sessions of one user."""
         return [s for s in self._sessions.values() if s.user == user]
+
+
+def _serves(stage: PlanStage, peer: PeerId) -> bool:
+    return peer == stage.peer or any(member.peer == peer for member in stage.members)
+
+
+def _is_same_group(held: Session, stage: PlanStage) -> bool:
+    """Whether what a session has here goes on in that stage.
+
+    Of a group nothing may be under way: what one member is about to compute, another may never have been sent.
+    """
+    if not (held.is_group or stage.is_group):
+        return True
+    before = held.plan.stages[held.stage]
+    peers = [[member.peer for member in each.members] for each in (before, stage)]
+    return peers[0] == peers[1] and before.weights == stage.weights and held.num_unfinished == 0

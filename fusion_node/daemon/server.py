@@ -318,9 +318,9 @@ class NodeServer:
             await self._require_pool().connect(command.peer, command.addresses, timeout_s=CONNECT_SUCCESSOR_S)
         except FusionError as error:
             log.info("next stage unreachable", peer=short(command.peer), reason=str(error))
-            self._serving.successor_unreachable(session, epoch, now=self._now())
+            self._serving.successor_unreachable(session, epoch, now=self._now(), peer=command.peer)
         else:
-            self._serving.successor_connected(session, epoch, now=self._now())
+            self._serving.successor_connected(session, epoch, now=self._now(), peer=command.peer)
         self._carry_out()
 
     def _forget(self, session: Session) -> None:

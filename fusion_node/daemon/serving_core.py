@@ -42,14 +42,17 @@ from fusion_node.daemon.admission_core import (
     Admission,
     Fold,
     Grace,
+    JoiningEntry,
     RefusalCode,
     Refused,
     Session,
     SessionState,
 )
 from fusion_node.daemon.output_log_core import OutputLog
+from fusion_node.daemon.parts_core import Joined, JoinedPart, cut, header_of, parts_of, slowest, to_dial
 from fusion_node.daemon.taps_core import MAX_TAP_BACKLOG_BYTES, Tap, tap_of
 from fusion_node.engine.session_log_core import Duplicate, LogState, StepFault, StepRows
+from fusion_node.errors import ConfigError
 from fusion_node.types import MonotonicS, PeerId
 from fusion_node.wire import MAX_PAYLOAD_BYTES
 from p2p.identity import short
@@ -78,7 +81,7 @@ from p2p.messages import (
     TensorMeta,
     row_bytes,
 )
-from p2p.records import Plan, PlanStage, Refusal, dialled_at
+from p2p.records import Plan, PlanMember, PlanStage, Refusal, dialled_at
 
 Payload: TypeAlias = Any
 """Rows as they travel: bytes here, anything with a length in a simulation."""
@@ -100,6 +103,10 @@ MAX_ALL_EARLY_BYTES = 64 * 2**20
 
 EARLY_S = 20.0
 """So long they wait while nothing comes that they follow. A chunk of a prompt takes a slow stage seconds."""
+
+MAX_ALL_JOINING_BYTES = 128 * 2**20
+"""Of entries that have come from some of those before the stage and not from others, of all sessions together. A prompt
+of 4,096 rows has 64 MiB of columns at hidden size 8,192 in a group of two."""
 
 MAX_BACKLOG_BYTES = 8 * 2**20
 """That may wait for the next stage before rows are sent again: an order costs its sender nothing, and a peer for which
@@ -167,11 +174,12 @@ class SendRows:
 
 @dataclass(frozen=True, slots=True)
 class Connect:
-    """Make sure of a link to the next stage; then ``successor_connected`` or ``successor_unreachable``."""
+    """Make sure of a link to the next stage, or to a member of this or the next one; then ``successor_connected`` or
+    ``successor_unreachable``."""
 
     session: Session
     epoch: int
-    place: PlanStage
+    place: PlanStage | PlanMember
 
     @property
     def peer(self) -> PeerId:
@@ -185,7 +193,10 @@ class Connect:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """A step has come whose header is in order: decode its rows, then ``take_step`` or ``rows_unfit``."""
+    """A step has come whose header is in order: decode its rows, then ``take_step`` or ``rows_unfit``.
+
+    Where several peers have sent it, the payload is a Joined of what each of them sent.
+    """
 
     session: Session
     message: Step
@@ -206,7 +217,21 @@ class Narrow:
     session: Session
 
 
-Command: TypeAlias = Send | SendRows | Connect | Take | Forget | Narrow
+@dataclass(frozen=True, slots=True)
+class EnterGroup:
+    """From now on other members may send what they contribute to a session, under its present plan."""
+
+    session: Session
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveGroup:
+    """What waits for contributions of other members will never get them."""
+
+    session: Session
+
+
+Command: TypeAlias = Send | SendRows | Connect | Take | Forget | Narrow | EnterGroup | LeaveGroup
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -283,10 +308,12 @@ class Serving:
         self.retry_at: MonotonicS | None = None
         self._with_early: dict[Session, None] = {}
         """With entries that came before those that they follow."""
-        self._dials: dict[tuple[Session, int], None] = {}
-        """Under way, by session and epoch."""
+        self._with_joining: dict[Session, None] = {}
+        """With entries that have not come from everybody before the stage."""
+        self._dials: dict[tuple[Session, int, PeerId], None] = {}
+        """Under way, by session, epoch and who is dialled."""
         self._dials_of: Counter[PeerId] = Counter()
-        self._to_dial: dict[Session, Connect] = {}
+        self._to_dial: dict[tuple[Session, PeerId], Connect] = {}
         """What waits for one of them to end."""
 
     # what comes from outside
@@ -315,8 +342,16 @@ class Serving:
         for session in self.admission.touching(peer):
             if peer == session.user:
                 self.end(session, PEER_LOST, reason, culprit=peer)
+            elif peer in session.parts.others:
+                self.member_at_fault(session, PEER_LOST, reason, culprit=peer, now=now)
             else:
                 self._keep(session, PEER_LOST, reason, culprit=peer, now=now)
+
+    def member_at_fault(self, session: Session, code: str, reason: str, *, culprit: str, now: MonotonicS) -> None:
+        """Another member of the group is gone, or has sent what it must not: the session cannot be computed on."""
+        if self.admission.holds(session):
+            self._keep(session, code, reason, culprit=culprit, now=now)
+            self._commands.append(LeaveGroup(session))
 
     def rows_left(self, command: SendRows) -> None:
         """The rows of that command are with the link to that peer now, or will not be sent."""
@@ -332,32 +367,40 @@ class Serving:
 
     def send_failed(self, session: Session, peer: PeerId, reason: str, *, now: MonotonicS) -> None:
         """Rows could not be sent because that peer cannot be reached."""
-        if self.admission.holds(session) and peer in (session.next, session.user):
+        if self.admission.holds(session) and (peer == session.user or session.parts.goes_to(peer)):
             self._blame(session, PEER_LOST, reason, culprit=peer, now=now)
 
-    def successor_connected(self, session: Session, epoch: int, *, now: MonotonicS) -> None:
-        """There is a link to the next stage of that epoch's plan."""
-        self._dialled(session, epoch)
+    def successor_connected(self, session: Session, epoch: int, *, now: MonotonicS, peer: PeerId | None = None) -> None:
+        """There is a link to that peer of that epoch's plan; if none is named, to the next stage."""
+        peer = session.next if peer is None else peer
+        self._dialled(session, epoch, peer)
         if self._is_opening(session, epoch):
-            self._confirm(session, now)
+            session.awaited.discard(peer)
+            if not session.awaited:
+                self._confirm(session, now)
 
-    def successor_unreachable(self, session: Session, epoch: int, *, now: MonotonicS) -> None:
-        """There is no link to the next stage of that epoch's plan: a new session is given back, an adopted one kept."""
-        self._dialled(session, epoch)
+    def successor_unreachable(
+        self, session: Session, epoch: int, *, now: MonotonicS, peer: PeerId | None = None
+    ) -> None:
+        """There is no link to that peer: a new session is given back, an adopted one kept."""
+        peer = session.next if peer is None else peer
+        self._dialled(session, epoch, peer)
         if not self._is_opening(session, epoch):
             return
+        is_member = peer in session.parts.others
+        code = RefusalCode.MEMBER_UNREACHABLE if is_member else RefusalCode.SUCCESSOR_UNREACHABLE
+        who = f"the {'member' if is_member else 'next stage'} {short(peer)}"
         # Not why: whoever writes the plan chooses the addresses, and would have us explore our network for them.
-        reason = f"the next stage {short(session.next)} cannot be reached from here"
-        if not dialled_at(session.plan.stages[session.stage + 1]):
-            reason = f"the next stage {short(session.next)} can be dialled by nobody, and no relay leads to it"
-        self.admission.refused[RefusalCode.SUCCESSOR_UNREACHABLE] += 1
-        self._refuse(
-            session.user, session.key, epoch, session.stage, Refused(RefusalCode.SUCCESSOR_UNREACHABLE, reason)
-        )
+        reason = f"{who} cannot be reached from here"
+        if not any(dialled_at(p) for p in to_dial(session.plan, session.stage, session.parts) if p.peer == peer):
+            reason = f"{who} can be dialled by nobody, and no relay leads to it"
+        self.admission.refused[code] += 1
+        self._refuse(session.user, session.key, epoch, session.stage, Refused(code, reason), culprit=peer)
         if session.log.is_untouched:
             self._forget(session)
         else:
-            self._clear_early(session)
+            self._clear_coming(session)
+            self._stop_dialling(session)
             self.admission.keep(session, now=now)
 
     def take_step(self, session: Session, message: Step, *, now: MonotonicS) -> ServedStep | None:
@@ -444,11 +487,17 @@ class Serving:
             session.befores.append(before)
         return narrowed
 
-    def rows_unfit(self, session: Session, message: Step, reason: str, *, now: MonotonicS) -> None:
-        """The rows of a Take are none that may come: before the step has any part in a forward."""
+    def rows_unfit(
+        self, session: Session, message: Step, reason: str, *, now: MonotonicS, peer: PeerId | None = None
+    ) -> None:
+        """The rows of a Take are none that may come: before the step has any part in a forward.
+
+        Args:
+            peer: who has sent them, where several have.
+        """
         _leaves_queue(session, message)
         if self._takes(session, message.epoch):
-            self._blame(session, "bad-rows", reason, culprit=session.previous, now=now)
+            self._blame(session, "bad-rows", reason, culprit=peer or session.previous, now=now)
 
     def step_computed(
         self,
@@ -480,13 +529,13 @@ class Serving:
         if step.returned is not None:
             if not step.stops:
                 # Also under an old epoch: to its user it is worth as much.
-                tensor = TensorMeta(step.encoding, len(step.returned), self._row_size)
+                tensor = TensorMeta(step.encoding, len(step.returned), self._width(session))
                 result = StepResult(session.key, message.epoch, message.sequence, step.returned, tensor, timings)
                 self._commands.append(SendRows(session, session.user, result, payload))
         else:
             self._retain(step, payload)
             if is_in_force and not step.stops:
-                self._commands.append(SendRows(session, session.next, self._handed_on(step, timings), payload))
+                self._hand_on(session, self._handed_on(step, timings), payload)
         if step.tap is not None and is_in_force:
             self._send_taps(step, step.tap, taps)
         if step.stops and is_in_force:
@@ -531,7 +580,7 @@ class Serving:
     def _handed_on(self, step: ServedStep, timings: tuple[StageTiming, ...]) -> Step:
         """The message with what has been computed of its rows."""
         message, nodes = step.message, step.rows.nodes
-        tensor = TensorMeta(step.encoding, len(nodes), self._row_size)
+        tensor = TensorMeta(step.encoding, len(nodes), self._width(step.session))
         if len(nodes) == message.tensor.num_rows:
             return msgspec.structs.replace(message, tensor=tensor, timings=timings)
         live = sum(1 << (node - message.first_node) for node in nodes)
@@ -543,6 +592,21 @@ class Serving:
             num_nodes=num_nodes,
             live=live.to_bytes(-(-num_nodes // 8), "little"),
         )
+
+    def _hand_on(self, session: Session, message: Step, payload: Payload, *, is_repeated: bool = False) -> None:
+        """Sends each of those behind the columns that it holds.
+
+        Args:
+            payload: all columns of this stage.
+        """
+        own, num_rows = session.parts.own, message.tensor.num_rows
+        for target in session.parts.targets:
+            tensor = TensorMeta(message.tensor.dtype, num_rows, len(target.columns))
+            step = msgspec.structs.replace(message, tensor=tensor)
+            rows = cut(payload, num_rows, own, target.columns)
+            if is_repeated:
+                self._unsent.setdefault(session, Counter())[target.peer] += tensor.num_bytes
+            self._commands.append(SendRows(session, target.peer, step, rows, is_repeated))
 
     def end(self, session: Session, code: str, reason: str, *, culprit: str = "") -> None:
         """The session is over here, for a reason of this node's if there is no culprit. Once."""
@@ -632,6 +696,11 @@ class Serving:
             refused = Refused(RefusalCode.BAD_PLAN, f"the plan is {plan.value}{hint}")
             self._refuse(peer, message.session, message.epoch, message.stage, refused)
             return
+        problem = _problem_with_groups(plan, self._row_size)
+        if problem is not None:
+            refused = Refused(RefusalCode.BAD_PLAN, problem)
+            self._refuse(peer, message.session, message.epoch, message.stage, refused)
+            return
         before = self.admission.held(message.session, user=peer)
         session = self.admission.open(message, plan, source=peer, now=now)
         if before is not None and not self.admission.holds(before):
@@ -640,11 +709,12 @@ class Serving:
             self._refuse(peer, message.session, message.epoch, message.stage, session)
             return
         session.is_resumed = message.resumes
+        session.parts = parts_of(plan, session.stage, session.member, self._row_size)
         if session is before:
             self.counters["sessions_adopted"] += 1
-            self._clear_early(session)
+            self._clear_coming(session)
             self._waiting_for_link.pop(session, None)
-            self._to_dial.pop(session, None)
+            self._stop_dialling(session)
             if message.folds:
                 self._fold(session, message)
             if session.is_last:
@@ -653,12 +723,15 @@ class Serving:
             self.counters["sessions"] += 1
             self._open_outputs(session, prefix=message.prefix)
         session.next_taken, session.last_taken = session.log.next_sequence, session.log.last_node
-        if session.is_last:
+        if session.is_group:
+            self._commands.append(EnterGroup(session))
+        places = to_dial(plan, session.stage, session.parts)
+        session.awaited = {PeerId(place.peer) for place in places}
+        if not places:
             self._confirm(session, now)
-        else:
-            place = session.plan.stages[session.stage + 1]
-            self._to_dial[session] = Connect(session, session.plan.epoch, place)
-            self._dial()
+        for place in places:
+            self._to_dial[session, PeerId(place.peer)] = Connect(session, session.plan.epoch, place)
+        self._dial()
 
     def _fold(self, session: Session, message: OpenSession) -> None:
         """The session's tree becomes a plain log, along the path that its user has committed."""
@@ -679,18 +752,23 @@ class Serving:
 
     def _dial(self) -> None:
         """Dials for those that wait, the earliest first, as many as may be dialled at once."""
-        for session, command in list(self._to_dial.items()):
+        for (session, peer), command in list(self._to_dial.items()):
             if len(self._dials) >= MAX_DIALS:
                 return
             if self._dials_of[session.user] < MAX_DIALS_OF_USER:
-                del self._to_dial[session]
-                self._dials[session, command.epoch] = None
+                del self._to_dial[session, peer]
+                self._dials[session, command.epoch, peer] = None
                 self._dials_of[session.user] += 1
                 self._commands.append(command)
 
-    def _dialled(self, session: Session, epoch: int) -> None:
-        if (session, epoch) in self._dials:
-            del self._dials[session, epoch]
+    def _stop_dialling(self, session: Session) -> None:
+        """Those that wait their turn are not dialled for it any more."""
+        for key in [key for key in self._to_dial if key[0] is session]:
+            del self._to_dial[key]
+
+    def _dialled(self, session: Session, epoch: int, peer: PeerId) -> None:
+        if (session, epoch, peer) in self._dials:
+            del self._dials[session, epoch, peer]
             self._dials_of[session.user] -= 1
             if not self._dials_of[session.user]:
                 del self._dials_of[session.user]
@@ -698,7 +776,7 @@ class Serving:
 
     def _open_outputs(self, session: Session, prefix: bytes = b"") -> None:
         """Begins to retain; the last stage hands nothing on."""
-        size = row_bytes(self.encoding(session), self._row_size)
+        size = row_bytes(self.encoding(session), self._width(session))
         if session.is_last or size is None:
             self.outputs.drop(_output_key(session))
             return
@@ -742,9 +820,10 @@ class Serving:
             self._forget(session)
             self._commands.append(Send(peer, SessionClosed(message.session, message.epoch)))
 
-    def _refuse(self, peer: PeerId, key: bytes, epoch: int, stage: int, refused: Refused) -> None:
+    def _refuse(self, peer: PeerId, key: bytes, epoch: int, stage: int, refused: Refused, *, culprit: str = "") -> None:
         self.counters["sessions_refused"] += 1
-        self._commands.append(Send(peer, SessionRefused(key, epoch, stage, refused.code.value, refused.reason)))
+        message = SessionRefused(key, epoch, stage, refused.code.value, refused.reason, culprit)
+        self._commands.append(Send(peer, message))
 
     def _is_opening(self, session: Session, epoch: int) -> bool:
         """Whether this very session still waits for the next stage of that plan."""
@@ -797,6 +876,10 @@ class Serving:
         """Of the rows that come and go in a session."""
         return session.plan.wire or self._wire_dtype
 
+    def _width(self, session: Session) -> int:
+        """Columns of the rows that are computed here."""
+        return session.parts.width if session.is_group else self._row_size
+
     def _receive_step(self, peer: PeerId, message: Step, payload: Payload, now: MonotonicS) -> None:
         session = self.admission.get(message.session, epoch=message.epoch, source=peer)
         if session is None or session.state is SessionState.KEPT:
@@ -804,11 +887,57 @@ class Serving:
             # silence.
             self.counters["steps_without_session"] += 1
             return
-        problem = self._problem_with(session, message)
-        num_rows, waiting = message.node_count, session.num_queued_rows
+        problem = self._problem_with(session, message, peer)
         if problem is not None:
             self._blame(session, *problem, culprit=peer, now=now)
-        elif waiting + num_rows > MAX_QUEUED_ROWS:
+        elif len(session.parts.sources) == 1:
+            self._receive_entry(session, peer, message, payload, now)
+        else:
+            self._join(session, peer, message, payload, now)
+
+    def _join(self, session: Session, peer: PeerId, message: Step, payload: Payload, now: MonotonicS) -> None:
+        """One of those before the stage has sent its columns of an entry: it goes on when all have."""
+        place, num_rows = (message.sequence, message.first_node), message.node_count
+        entry = session.joining.get(place)
+        if message.sequence + message.covers <= session.next_taken and message.covers:
+            self.counters["steps_duplicate"] += 1
+            return
+        if entry is None:
+            if session.num_joining_rows + session.num_queued_rows + num_rows > MAX_QUEUED_ROWS:
+                reason = f"more than {MAX_QUEUED_ROWS} rows wait for the rest of their columns, or for the device"
+                self._blame(session, "flooded", reason, culprit=peer, now=now)
+                return
+            entry = session.joining[place] = JoiningEntry(message)
+            self._with_joining[session] = None
+        if peer in entry.parts:
+            self.counters["steps_duplicate"] += 1
+            return
+        if header_of(message) != header_of(entry.first):
+            self._blame(session, "bad-parts", "parts of one step that differ", culprit=peer, now=now)
+            return
+        entry.parts[peer] = JoinedPart(peer, message.tensor, payload)
+        entry.timings.append(message.timings)
+        if sum(each.num_joining_bytes for each in self._with_joining) > MAX_ALL_JOINING_BYTES:
+            # Others fill the room, or it is the user who sends so much.
+            reason = "too many rows of all sessions wait for the rest of their columns"
+            self._blame(session, "flooded", reason, culprit="", now=now)
+            return
+        if len(entry.parts) < len(session.parts.sources):
+            return
+        del session.joining[place]
+        if not session.joining:
+            del self._with_joining[session]
+        joined = Joined(tuple(entry.parts[source.peer] for source in session.parts.sources))
+        whole = msgspec.structs.replace(
+            message,
+            tensor=TensorMeta(message.tensor.dtype, message.tensor.num_rows, session.parts.width),
+            timings=slowest(entry.timings),
+        )
+        self._receive_entry(session, peer, whole, joined, now)
+
+    def _receive_entry(self, session: Session, peer: PeerId, message: Step, payload: Payload, now: MonotonicS) -> None:
+        num_rows, waiting = message.node_count, session.num_queued_rows
+        if waiting + num_rows > MAX_QUEUED_ROWS:
             # Not the stage before is at fault for what came under an earlier plan, perhaps from another.
             culprit = peer if waiting - session.num_queued_before + num_rows > MAX_QUEUED_ROWS else ""
             reason = f"more than {MAX_QUEUED_ROWS} rows wait for the device"
@@ -860,16 +989,22 @@ class Serving:
             and sum(each.num_early_bytes for each in self._with_early) + message.tensor.num_bytes <= MAX_ALL_EARLY_BYTES
         )
 
+    def _clear_coming(self, session: Session) -> None:
+        """What has come and cannot be taken yet is given up."""
+        self._clear_early(session)
+        self._with_joining.pop(session, None)
+        session.joining.clear()
+
     def _clear_early(self, session: Session) -> None:
         self._with_early.pop(session, None)
         session.early.clear()
         session.early_until = None
 
-    def _problem_with(self, session: Session, message: Step) -> tuple[str, str] | None:
+    def _problem_with(self, session: Session, message: Step, peer: PeerId) -> tuple[str, str] | None:
         """Code and reason of what is wrong with a header, as far as the log need not be asked."""
-        dtype = self.encoding(session)
-        if message.tensor.row_size != self._row_size or message.tensor.dtype != dtype:
-            return "bad-shape", f"rows must be {dtype} of {self._row_size}"
+        dtype, width = self.encoding(session), session.parts.width_from(peer)
+        if message.tensor.row_size != width or message.tensor.dtype != dtype:
+            return "bad-shape", f"rows must be {dtype} of {width}"
         if len(message.timings) != session.stage:
             # Every stage adds one. A list that is full already would make the next stage refuse ours as malformed, and
             # close a link on which other users depend.
@@ -882,6 +1017,9 @@ class Serving:
         session = self.admission.held(message.session, user=peer)
         if session is None or not self._takes(session, message.epoch):
             self.counters["cancels_late"] += 1
+        elif session.is_group:
+            # It comes to each member at another time, and all have to compute the same rows.
+            self.counters["cancels_unheeded"] += 1
         elif session.log.cancel(message.root) and message.root <= session.log.last_node and session.befores:
             # A root that has not come is about nothing that has.
             self._commands.append(Narrow(session))
@@ -922,7 +1060,7 @@ class Serving:
             message.stop_stage is not None and not session.stage < message.stop_stage < len(session.plan.stages)
         )
         covers_nonsense = message.covers > message.num_positions or (message.covers == 0 and message.sequence > 0)
-        num_bytes = message.num_positions * (row_bytes(self.encoding(session), self._row_size) or 0)
+        num_bytes = message.num_positions * (row_bytes(self.encoding(session), self._width(session)) or 0)
         if ends_here or covers_nonsense or end > session.plan.max_positions or num_bytes > MAX_PAYLOAD_BYTES:
             self.end(session, "bad-resend", "an order that no stage of this plan can follow", culprit=peer)
         elif message.first_position < session.resent_positions:
@@ -944,7 +1082,7 @@ class Serving:
                 return
             if order.first_position + order.num_positions > self.outputs.num_positions(key):
                 return  # they are being computed, or will be
-            if self._backlog_bytes(session.next) + self.unsent_bytes(session.next) > MAX_BACKLOG_BYTES:
+            if max(map(self._backlog, (target.peer for target in session.parts.targets))) > MAX_BACKLOG_BYTES:
                 self._waiting_for_link[session] = None
                 if self.retry_at is None:
                     self.retry_at = MonotonicS(now + RETRY_S)
@@ -954,6 +1092,9 @@ class Serving:
                 return
             session.resends.popleft()
             self._hand_on_again(session, order)
+
+    def _backlog(self, peer: PeerId) -> int:
+        return self._backlog_bytes(peer) + self.unsent_bytes(peer)
 
     def _may_hand_on_again(self, session: Session, num_rows: int, now: MonotonicS) -> bool:
         """Whether its user has not had that too often; counts it."""
@@ -977,14 +1118,13 @@ class Serving:
             parents=(),
             advance=last,
             want=(last,) if order.want_last else (),
-            tensor=TensorMeta(self.encoding(session), order.num_positions, self._row_size),
+            tensor=TensorMeta(self.encoding(session), order.num_positions, self._width(session)),
             timings=(StageTiming(0, 0),) * (session.stage + 1),
             covers=order.covers,
             stop_stage=order.stop_stage,
         )
         rows = self.outputs.rows(_output_key(session), order.first_position, order.num_positions)
-        self._unsent.setdefault(session, Counter())[session.next] += step.tensor.num_bytes
-        self._commands.append(SendRows(session, session.next, step, rows, is_repeated=True))
+        self._hand_on(session, step, rows, is_repeated=True)
 
     # ends
 
@@ -999,8 +1139,8 @@ class Serving:
         """The session cannot go on under this plan; what is being computed is finished, and kept."""
         if self.admission.holds(session) and session.state is not SessionState.KEPT:
             self.counters["sessions_kept"] += 1
-            self._clear_early(session)
-            self._to_dial.pop(session, None)
+            self._clear_coming(session)
+            self._stop_dialling(session)
             self.admission.keep(session, now=now)
             self._tell_failed(session, code, reason, culprit, is_kept=True)
 
@@ -1013,9 +1153,9 @@ class Serving:
         """Nothing of it is left here but what it retains for sessions that begin like it."""
         self.admission.drop(session)
         session.resends.clear()
-        self._clear_early(session)
+        self._clear_coming(session)
         self._waiting_for_link.pop(session, None)
-        self._to_dial.pop(session, None)
+        self._stop_dialling(session)
         self._unsent.pop(session, None)
         if not self.admission.knows(session.user, session.key):
             self.outputs.drop(_output_key(session))
@@ -1038,6 +1178,16 @@ def _apply(session: Session, message: Step, *, only: frozenset[int] | None = Non
         live=message.live,
         only=only,
     )
+
+
+def _problem_with_groups(plan: Plan, row_size: int) -> str | None:
+    """Why some stage of a plan cannot be split so."""
+    try:
+        for stage in range(len(plan.stages)):
+            parts_of(plan, stage, 0, row_size)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def _going_out(
