@@ -318,6 +318,7 @@ def _why_not(holder: SliceHolder, table: _Table, num_members: int | None) -> Rej
     return None
 
 
+HELD_BY_NOBODY = "held by nobody"
 _WHY_MISSING = {
     Reason.NO_ROOM: "held without room for the session",
     Reason.RULE: "held by nobody whom your rules allow",
@@ -334,7 +335,7 @@ def _why_missing(
         for holder, rejection in rejected
         if holder.weights == weights and holder.index == index and _holds(holder, layers)
     }
-    return next((why for reason, why in _WHY_MISSING.items() if reason in reasons), "held by nobody")
+    return next((why for reason, why in _WHY_MISSING.items() if reason in reasons), HELD_BY_NOBODY)
 
 
 def _best_groups(
@@ -434,6 +435,7 @@ def _form(
 
 __all__ = [
     "EXCHANGE_MESSAGE_S",
+    "HELD_BY_NOBODY",
     "Formed",
     "GroupLegs",
     "MissingSlice",

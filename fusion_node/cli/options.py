@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from fusion_node.client.sampling import SamplingParams
-from fusion_node.client.user_rules import UserRules
+from fusion_node.client.user_rules import UserRules, check_members, topology_of
 from fusion_node.errors import ConfigError
 from fusion_node.types import PeerId
 from p2p.identity import Identity, peer_id_of, public_key_of
@@ -121,6 +121,18 @@ MaxPrice = Annotated[
     float | None, typer.Option("--max-price", metavar="PRICE", help="That a node may ask, in the swarm's unit.")
 ]
 MaxStages = Annotated[int | None, typer.Option("--max-stages", metavar="N", help="Over so many nodes at most.")]
+TopologyName = Annotated[
+    str,
+    typer.Option(
+        "--topology",
+        metavar="pipeline|fusion|hybrid",
+        help="What serves a part of the model: one node each, groups whose members each have a slice of every hidden "
+        "state and none has it whole, or what is faster.",
+    ),
+]
+Members = Annotated[
+    int | None, typer.Option("--members", metavar="N", help="So many members of each group. Else any number.")
+]
 EmulateRtt = Annotated[
     float | None,
     typer.Option(
@@ -253,6 +265,11 @@ def user_rules(
         max_price=max_price,
         max_stages=max_stages,
     )
+
+
+def check_topology(topology: str, members: int | None) -> None:
+    """Raises ConfigError for an unknown topology, and for a number of members that no group has."""
+    check_members(members, topology_of(topology))
 
 
 def emulated_line(rtt_ms: float | None, jitter_ms: float | None, rate_Mbps: float | None) -> LineShape | None:

@@ -72,7 +72,7 @@ def node_table(nodes: Sequence[NodeView]) -> Table:
             cells: tuple[str | Text, ...] = (
                 short(node.peer),
                 Text(printable(f"{shard.model} ({shard.quantization})" if shard.quantization else shard.model)),
-                f"{shard.start}:{shard.stop}",
+                f"{shard.start}:{shard.stop}" + (f" slice {printable(shard.slice)}" if shard.slice else ""),
                 Text(printable(shard.numerics)),
                 Text(printable(node.device)),
                 trip,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -20,6 +20,7 @@ from fusion_node.cli.options import (
     MaxPrice,
     MaxStages,
     Mdns,
+    Members,
     Model,
     Numerics,
     ObjectiveName,
@@ -27,8 +28,10 @@ from fusion_node.cli.options import (
     PuzzleBits,
     SwarmKeyFile,
     Threads,
+    TopologyName,
     UserIdentity,
     Wire,
+    check_topology,
     read_identity,
     user_rules,
 )
@@ -38,7 +41,14 @@ from fusion_node.wire import printable
 from p2p.identity import short
 
 if TYPE_CHECKING:
-    from fusion_node.client.plan_view import AlternateView, LegView, PlannedStageView, PlanView, RejectedView
+    from fusion_node.client.plan_view import (
+        AlternateView,
+        LegView,
+        MemberView,
+        PlannedStageView,
+        PlanView,
+        RejectedView,
+    )
 
 WIDTH = 80
 """Columns that the plan fits into."""
@@ -68,6 +78,8 @@ def plan(
     distinct_operators: DistinctOperators = False,
     max_price: MaxPrice = None,
     max_stages: MaxStages = None,
+    topology: TopologyName = "pipeline",
+    members: Members = None,
     threads: Threads = None,
     puzzle_bits: PuzzleBits = None,
     mdns: Mdns = True,
@@ -77,6 +89,7 @@ def plan(
     """Show who would serve an answer of MODEL now, why, with what speed, and why the others would not."""
     configure_logs(LogFormat.AUTO, quiet=True)
     rules = user_rules(allow, deny, distinct_operators, max_price, max_stages)
+    check_topology(topology, members)
     from fusion_node.client.swarm import SwarmClient
 
     async def run() -> PlanView:
@@ -94,6 +107,8 @@ def plan(
             identity=read_identity(identity),
             objective=objective,
             rules=rules,
+            topology=topology,
+            members=members,
         ) as swarm:
             return await swarm.plan(prompt_tokens=prompt_tokens, max_tokens=max_tokens)
 
@@ -126,6 +141,7 @@ def _head(view: PlanView) -> Iterator[str]:
     yield from _wrapped(
         f"{printable(view.model)} in {view.numerics}, {view.num_layers} layers: a prompt of {view.prompt_tokens} "
         f"tokens and an answer of {view.max_tokens}, planned for {view.objective}"
+        f"{'' if view.topology == 'pipeline' else f', {view.topology}'}"
     )
     if view.rules:
         yield from _wrapped(f"your rules: {'; '.join(view.rules)}")
@@ -138,12 +154,16 @@ def _head(view: PlanView) -> Iterator[str]:
 def _loop(view: PlanView) -> Iterator[str]:
     """Every leg and stage of a step in order, with its milliseconds."""
     yield _row("one token goes", "ms", "known from")
+    names = {stage.peer: f"group {number}" for number, stage in enumerate(view.stages, 1) if stage.members}
     for index, leg in enumerate(view.legs):
-        yield _row(f"{_peer(leg.sender)} → {_peer(leg.receiver)}", _ms(leg.ms), _source(leg))
+        yield _row(f"{_peer(leg.sender, names)} → {_peer(leg.receiver, names)}", _ms(leg.ms), _source(leg))
         if index < len(view.stages):
             stage = view.stages[index]
             word = "measured" if stage.is_measured else "its own word"
-            yield _row(f"  {_peer(stage.peer)} computes layers {stage.start}:{stage.stop}", _ms(stage.compute_ms), word)
+            what = f"  {_peer(stage.peer, names)} computes layers {stage.start}:{stage.stop}"
+            yield _row(what, _ms(stage.compute_ms), word)
+            if stage.members:
+                yield _row("  its members exchange partial sums", _ms(stage.exchange_ms), "estimated")
             if stage.queue_ms >= 0.005:
                 yield _row("  where it waits", _ms(stage.queue_ms), word)
     yield _row("you: embedding, norm, head, sampling", _ms(view.user_ms), "measured" if view.user_ms else "")
@@ -162,11 +182,42 @@ def _source(leg: LegView) -> str:
 
 def _stages(view: PlanView) -> Iterator[str]:
     for number, stage in enumerate(view.stages, 1):
-        yield from _wrapped(f"{number}. {_described(stage)}", indent="   ", first="")
+        if stage.members:
+            what = f"group of {len(stage.members)}, layers {stage.start}:{stage.stop}"
+            yield from _wrapped(f"{number}. {what}", indent="   ", first="")
+        else:
+            yield from _wrapped(f"{number}. {_described(stage)}", indent="   ", first="")
         yield from _wrapped(f"{stage.round_trip_ms:.3g} ms away; {stage.why or 'chosen'}", indent="   ")
-        if stage.note:
+        for member in stage.members:
+            yield from _member(member)
+        if stage.note and not stage.members:
             yield from _wrapped(f"slower than it says: {stage.note}", indent="   ")
         yield from _wrapped(_alternate(stage.alternate, view.objective), indent="   ")
+
+
+def _member(member: MemberView) -> Iterator[str]:
+    """What a member holds, and why it is one."""
+    tags = who(member.operator, member.region, member.price)
+    yield from _wrapped(
+        f"{short(member.peer)} slice {member.slice}, {member.device}{f', {tags}' if tags else ''}",
+        indent="      ",
+        first="   ",
+    )
+    kv_heads = ", ".join(map(str, member.kv_heads))
+    yield from _wrapped(
+        f"columns {_span(member.columns)}; heads {_span(member.heads)}, which read KV head"
+        f"{'s' if len(member.kv_heads) > 1 else ''} {kv_heads}; channels {_span(member.channels)}",
+        indent="      ",
+    )
+    yield from _wrapped(
+        f"{member.round_trip_ms:.3g} ms away, computes {_ms(member.compute_ms)} ms; {member.why}", indent="      "
+    )
+    if member.note:
+        yield from _wrapped(f"slower than it says: {member.note}", indent="      ")
+
+
+def _span(span: tuple[int, int]) -> str:
+    return f"{span[0]}:{span[1]}"
 
 
 def _described(stage: PlannedStageView | RejectedView) -> str:
@@ -217,8 +268,8 @@ def _rejected(view: PlanView) -> Iterator[str]:
         yield f"and {len(order) - MAX_SHOWN_REJECTED} more; --json has all"
 
 
-def _peer(peer: str | None) -> str:
-    return "you" if peer is None else short(peer)
+def _peer(peer: str | None, names: Mapping[str, str]) -> str:
+    return "you" if peer is None else names.get(peer) or short(peer)
 
 
 def _ms(milliseconds: float) -> str:

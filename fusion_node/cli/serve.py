@@ -25,6 +25,7 @@ from fusion_node.cli.options import (
     MaxPrice,
     MaxStages,
     Mdns,
+    Members,
     Model,
     Numerics,
     ObjectiveName,
@@ -34,8 +35,10 @@ from fusion_node.cli.options import (
     Speculate,
     SwarmKeyFile,
     Threads,
+    TopologyName,
     UserIdentity,
     Wire,
+    check_topology,
     emulated_line,
     read_identity,
     user_rules,
@@ -69,6 +72,8 @@ def serve(
     distinct_operators: DistinctOperators = False,
     max_price: MaxPrice = None,
     max_stages: MaxStages = None,
+    topology: TopologyName = "pipeline",
+    members: Members = None,
     threads: Threads = None,
     puzzle_bits: PuzzleBits = None,
     mdns: Mdns = True,
@@ -83,6 +88,7 @@ def serve(
     """Offer MODEL, served by a swarm, at an OpenAI-compatible HTTP endpoint until Ctrl-C."""
     configure_logs(log_format, verbose=verbose)
     rules = user_rules(allow, deny, distinct_operators, max_price, max_stages)
+    check_topology(topology, members)
     host, port = parse_listen(listen)
     if port:
         # Before anything heavy is loaded.
@@ -110,6 +116,8 @@ def serve(
         draft_model=draft_model,
         emulated_line=emulated_line(emulate_rtt, emulate_jitter, emulate_rate),
         rules=rules,
+        topology=topology,
+        members=members,
     )
     asyncio.run(_until_told_to_stop(_serve(connect, model, host, port)))
 

@@ -27,6 +27,7 @@ from fusion_node.cli.options import (
     MaxStages,
     MaxTokens,
     Mdns,
+    Members,
     MinP,
     Model,
     Numerics,
@@ -42,9 +43,11 @@ from fusion_node.cli.options import (
     Temperature,
     Threads,
     TopK,
+    TopologyName,
     TopP,
     UserIdentity,
     Wire,
+    check_topology,
     emulated_line,
     read_identity,
     sampling,
@@ -96,6 +99,8 @@ def generate(
     distinct_operators: DistinctOperators = False,
     max_price: MaxPrice = None,
     max_stages: MaxStages = None,
+    topology: TopologyName = "pipeline",
+    members: Members = None,
     threads: Threads = None,
     puzzle_bits: PuzzleBits = None,
     mdns: Mdns = True,
@@ -108,6 +113,7 @@ def generate(
     """Answer one PROMPT with MODEL, served by a swarm."""
     configure_logs(LogFormat.AUTO, quiet=True)
     rules = user_rules(allow, deny, distinct_operators, max_price, max_stages)
+    check_topology(topology, members)
     line = emulated_line(emulate_rtt, emulate_jitter, emulate_rate)
     params = sampling(max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop)
     if speculation_plot is not None:
@@ -138,6 +144,8 @@ def generate(
             draft_model=draft_model,
             emulated_line=line,
             rules=rules,
+            topology=topology,
+            members=members,
         ) as swarm:
             answer = swarm.generate(text, params, raw=raw)
             pieces = []
@@ -185,6 +193,8 @@ def chat(
     distinct_operators: DistinctOperators = False,
     max_price: MaxPrice = None,
     max_stages: MaxStages = None,
+    topology: TopologyName = "pipeline",
+    members: Members = None,
     threads: Threads = None,
     puzzle_bits: PuzzleBits = None,
     mdns: Mdns = True,
@@ -197,6 +207,7 @@ def chat(
     """Talk with MODEL. An empty line or Ctrl-D ends; /new starts over."""
     configure_logs(LogFormat.AUTO, quiet=True)
     rules = user_rules(allow, deny, distinct_operators, max_price, max_stages)
+    check_topology(topology, members)
     line = emulated_line(emulate_rtt, emulate_jitter, emulate_rate)
     params = sampling(max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, None)
     from fusion_node.client.swarm import SwarmClient
@@ -219,6 +230,8 @@ def chat(
             draft_model=draft_model,
             emulated_line=line,
             rules=rules,
+            topology=topology,
+            members=members,
         ) as swarm:
             await converse(swarm, params, system)
 

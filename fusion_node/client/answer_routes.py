@@ -34,7 +34,7 @@ from fusion_node.errors import NoRoute
 from fusion_node.types import MonotonicS, PeerId
 from p2p.identity import short
 from p2p.messages import StageTiming
-from p2p.records import PlanStage
+from p2p.records import PlanMember, PlanStage
 
 LOOK_EVERY_S = 30.0
 """Between two looks at the swarm for alternates while an answer is under way: half of what a record is valid for. While
@@ -248,7 +248,9 @@ class AnswerRoutes:
             avoid_pairs=wants.avoid_pairs,
         )
         self._has_all_alternates = all(found)
-        return tuple(self._places(Planned(stages)) for stages in found)
+        # Of a group, whom to replace shows only when one of its members fails: it is planned again then.
+        groups = {index for index, place in enumerate(present) if place.stage.is_group}
+        return tuple(() if i in groups else self._places(Planned(stages)) for i, stages in enumerate(found))
 
     def _places(self, planned: Planned) -> tuple[Place, ...]:
         places = []
@@ -256,5 +258,16 @@ class AnswerRoutes:
             self._nodes[node.peer] = node
             record = node.record
             stage = PlanStage(node.peer, layers.start, layers.stop, record.data_addresses, record.libp2p_addresses)
+            if node.members:
+                members = [each.record for each in node.members]
+                stage = PlanStage(
+                    node.peer,
+                    layers.start,
+                    layers.stop,
+                    (),
+                    (),
+                    tuple(PlanMember(each.peer, each.data_addresses, each.libp2p_addresses) for each in members),
+                    node.weights,
+                )
             places.append(Place(stage, node.round_trip_s or 0.0))
         return tuple(places)

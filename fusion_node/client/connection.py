@@ -31,7 +31,7 @@ from fusion_node.errors import (
     RemoteProtocolError,
     ResourceExhausted,
 )
-from fusion_node.types import ModelId, PeerId, UnixS
+from fusion_node.types import ModelId, PeerId, UnixS, group_id
 from p2p.bandwidth import BandwidthMeter
 from p2p.compression import FEATURE, Compressor
 from p2p.discovery import Discovery, DiscoveryConfig, DiscoveryService
@@ -97,20 +97,31 @@ LostHandler = Callable[[PeerId | None, FusionError], None]
 
 @dataclass(frozen=True, slots=True)
 class MeasuredNode:
-    """A node's own record and what we measured of it.
+    """A node's own record and what we measured of it; or a fusion group of such nodes.
 
     Attributes:
-        round_trip_s: None when it could not be reached.
+        record: of a group, its first member's.
+        round_trip_s: None when it could not be reached; of a group the longest.
         problem: why it could not be reached.
+        members, weights: of a group, in the order of their slices.
     """
 
     record: NodeRecord
     round_trip_s: float | None
     problem: str = ""
+    members: tuple[MeasuredNode, ...] = ()
+    weights: tuple[int, ...] = ()
 
     @property
     def peer(self) -> PeerId:
-        return PeerId(self.record.peer)
+        return group_id([each.peer for each in self.members]) if self.members else PeerId(self.record.peer)
+
+    @classmethod
+    def of_group(cls, members: Sequence[MeasuredNode], weights: Sequence[int]) -> MeasuredNode:
+        """The group of these nodes."""
+        trips_s = [each.round_trip_s for each in members if each.round_trip_s is not None]
+        longest_s = max(trips_s) if len(trips_s) == len(members) else None
+        return cls(members[0].record, longest_s, members=tuple(members), weights=tuple(weights))
 
 
 def ways_in(peers: Sequence[str], *, mdns: bool, home: Path, swarm_key: SwarmKey | None = None) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ def work_of(model: StoredModel, numerics: str) -> Work:
 
 
 def hosts_of(records: Iterable[NodeRecord], model_id: ModelId, numerics: str, num_layers: int) -> list[Host]:
-    """Every node that holds layers of the model, or loads some.
+    """Every node that holds whole layers of the model, or loads some.
 
     A node that goes over to other layers counts with those that it will hold, and as not ready: nobody may rely on it
     for what it still serves.
@@ -40,6 +40,7 @@ def hosts_of(records: Iterable[NodeRecord], model_id: ModelId, numerics: str, nu
             shard
             for shard in record.shards
             if (shard.model_id, shard.numerics, shard.num_layers) == (model_id, numerics, num_layers)
+            and not shard.slice
         ]
         if shards:
             hosts.append(_host(record, shards[-1]))  # what it is about to hold comes last

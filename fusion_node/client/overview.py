@@ -21,6 +21,7 @@ class ShardView(msgspec.Struct, frozen=True):
         ms_per_layer_of_rows: for forwards of 1, 16 and 256 rows.
         queue_ms: what a decode step waits before it is computed.
         is_ready: False while the node still loads these layers, and serves nobody.
+        slice: which part of these layers the node holds, as ``0/3``; empty: all of them.
     """
 
     model: str
@@ -35,6 +36,7 @@ class ShardView(msgspec.Struct, frozen=True):
     ms_per_layer_of_rows: tuple[float, float, float] = (0.0, 0.0, 0.0)
     queue_ms: float = 0.0
     is_ready: bool = True
+    slice: str = ""
 
 
 class NodeView(msgspec.Struct, frozen=True):
@@ -75,7 +77,7 @@ class NodeView(msgspec.Struct, frozen=True):
 
 
 class ModelView(msgspec.Struct, frozen=True):
-    """One model in one numerics class: how many reachable nodes serve each layer, per layer."""
+    """One model in one numerics class: how many reachable nodes serve each layer, per layer; whole layers only."""
 
     model: str
     model_id: str
@@ -139,6 +141,7 @@ async def _view(connection: SwarmConnection, node: MeasuredNode) -> NodeView:
                 ms_per_layer_of_rows=_milliseconds(s.seconds_per_layer),
                 queue_ms=round(s.queue_s * 1000, 2),
                 is_ready=s.is_ready,
+                slice=s.slice,
             )
             for s in record.shards
         ),
@@ -163,6 +166,8 @@ def _models(nodes: Sequence[NodeView]) -> list[ModelView]:
     names: dict[str, str] = {}
     for node in nodes:
         for shard in node.shards:
+            if shard.slice:
+                continue
             # Who claims another number of layers speaks of another model, whatever id it claims.
             key = (shard.model_id, shard.numerics, shard.num_layers)
             layers = holders.setdefault(key, [0] * shard.num_layers)

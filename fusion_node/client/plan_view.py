@@ -10,14 +10,16 @@ from collections.abc import Sequence
 
 import msgspec
 
+from fusion_node.client.connection import MeasuredNode
 from fusion_node.client.routing import Explained, Look, Planned
 from fusion_node.client.topology import coordinate_of
 from fusion_node.client.user_rules import UserRules
+from fusion_node.slices import Dims, ModelSlice, split
 from fusion_node.store import StoredModel
 from fusion_node.types import LayerRange, PeerId
 from fusion_node.wire import printable
-from scheduler.cost_model import LegCost
-from scheduler.plans import Alternate, Objective
+from scheduler.cost_model import LegCost, compute_s_per_layer
+from scheduler.plans import Alternate, Objective, Topology
 from scheduler.plans import Planned as PlannedRoute
 from scheduler.topology import LegSource
 from scheduler.vivaldi import Coordinate
@@ -65,10 +67,43 @@ class AlternateView(msgspec.Struct, frozen=True):
     excess_ms: float
 
 
+class MemberView(msgspec.Struct, frozen=True):
+    """A member of a group.
+
+    Attributes:
+        slice: which it holds, as ``0/3``.
+        columns, heads, channels: ``[start, stop)`` of the hidden state's columns, the query heads and the MLP's
+            channels (of every expert) that are its own.
+        kv_heads: that its query heads read; one that others' read too is kept by each.
+        round_trip_ms, compute_ms, queue_ms, is_measured, why, note: as in PlannedStageView, of its share.
+    """
+
+    peer: str
+    operator: str
+    region: str
+    price: float
+    device: str
+    slice: str
+    columns: tuple[int, int]
+    heads: tuple[int, int]
+    kv_heads: tuple[int, ...]
+    channels: tuple[int, int]
+    round_trip_ms: float
+    compute_ms: float
+    queue_ms: float
+    is_measured: bool
+    why: str
+    note: str
+
+
 class PlannedStageView(msgspec.Struct, frozen=True):
     """One stage.
 
     Attributes:
+        peer: of a group, the ids of its members with ``+`` between them; what is said of one node beside, as operator
+            and device, is its first member's.
+        members: of a group; empty: it is one node.
+        exchange_ms: of a step, for what members of a group exchange in all layers.
         round_trip_ms: between the user and the node, measured.
         compute_ms, queue_ms: of a step; what it waits before it is computed.
         is_measured: whether the speed was corrected by what rounds with the node took; else it is the node's word.
@@ -91,6 +126,8 @@ class PlannedStageView(msgspec.Struct, frozen=True):
     why: str
     note: str
     alternate: AlternateView | None
+    members: tuple[MemberView, ...] = ()
+    exchange_ms: float = 0.0
 
 
 class RejectedView(msgspec.Struct, frozen=True):
@@ -133,6 +170,7 @@ class PlanView(msgspec.Struct, frozen=True):
         is_optimal: whether the search proved that no route of these candidates is better; else ``gap_ms`` bounds by how
             much one could be, and ``num_unsearched`` candidates were left out.
         problem: why there is no route; empty when there is one.
+        topology: what stages may be.
     """
 
     model: str
@@ -160,6 +198,7 @@ class PlanView(msgspec.Struct, frozen=True):
     num_unsearched: int = 0
     rejected: tuple[RejectedView, ...] = ()
     problem: str = ""
+    topology: str = "pipeline"
 
 
 def view_of(
@@ -172,8 +211,14 @@ def view_of(
     rules: UserRules,
     prompt_tokens: int,
     max_tokens: int,
+    topology: Topology = Topology.PIPELINE,
+    dims: Dims | None = None,
 ) -> PlanView:
-    """What led to a plan, and the plan, if there is one."""
+    """What led to a plan, and the plan, if there is one.
+
+    Args:
+        dims: sizes of the model's layers, where stages may be groups.
+    """
     look = explained.look
     view = PlanView(
         model=model.name,
@@ -189,14 +234,15 @@ def view_of(
         coordinate_error=None if look.coordinate is None else round(look.coordinate.error, 3),
         rejected=_rejected(explained),
         problem=printable(explained.problem, limit=MAX_PROBLEM_CHARACTERS),
+        topology=topology.value,
     )
-    plan = explained.found.plan if isinstance(explained.found, Planned) else None
-    if plan is None:
+    if not isinstance(explained.found, Planned) or explained.found.plan is None:
         return view
+    plan = explained.found.plan
     cost = plan.cost
     return msgspec.structs.replace(
         view,
-        stages=_stages(plan, explained),
+        stages=_stages(plan, explained, explained.found, dims),
         legs=_legs(cost.legs, look),
         user_ms=_ms(cost.user_step_s),
         ms_per_token=_ms(cost.seconds_per_token),
@@ -211,12 +257,14 @@ def view_of(
     )
 
 
-def _stages(plan: PlannedRoute, explained: Explained) -> tuple[PlannedStageView, ...]:
+def _stages(
+    plan: PlannedRoute, explained: Explained, found: Planned, dims: Dims | None
+) -> tuple[PlannedStageView, ...]:
     notes = _notes(explained)
     views = []
     for index, cost in enumerate(plan.cost.stages):
         peer, layers = cost.stage.peer, cost.stage.layers
-        node = explained.look.nodes[peer]
+        node = found.stages[index][0]
         views.append(
             PlannedStageView(
                 peer=peer,
@@ -233,9 +281,57 @@ def _stages(plan: PlannedRoute, explained: Explained) -> tuple[PlannedStageView,
                 why=_text(plan.reasons[index]) if index < len(plan.reasons) else "",
                 note=notes.get(peer, ""),
                 alternate=_alternate(plan.alternates[index]) if index < len(plan.alternates) else None,
+                members=_members(node, layers, explained, dims, notes),
+                exchange_ms=_ms(cost.exchange_s),
             )
         )
     return tuple(views)
+
+
+def _members(
+    group: MeasuredNode, layers: LayerRange, explained: Explained, dims: Dims | None, notes: dict[PeerId, str]
+) -> tuple[MemberView, ...]:
+    if not group.members or dims is None:
+        return ()
+    believed = {each.peer: each for each in explained.candidates}
+    views = []
+    for index, (node, bounds) in enumerate(zip(group.members, split(dims, group.weights), strict=True)):
+        place, candidate, record = ModelSlice(index, group.weights), believed[node.peer], node.record
+        num_layers = len(layers)
+        views.append(
+            MemberView(
+                peer=node.peer,
+                operator=_tag(record.operator),
+                region=_tag(record.region),
+                price=record.price,
+                device=_tag(record.device),
+                slice=str(place),
+                columns=(bounds.columns.start, bounds.columns.stop),
+                heads=(bounds.heads.start, bounds.heads.stop),
+                kv_heads=tuple(dict.fromkeys(bounds.kv_heads)),
+                channels=(bounds.channels.start, bounds.channels.stop),
+                round_trip_ms=_ms(2 * explained.legs.leg(None, node.peer).one_way_s),
+                compute_ms=_ms(num_layers * compute_s_per_layer(candidate, explained.workload.step_rows)),
+                queue_ms=_ms(max(candidate.queue_s, 0.0)),
+                is_measured=node.peer in explained.measured_speeds,
+                why=_why_member(node.peer, place, layers, explained),
+                note=notes.get(node.peer, ""),
+            )
+        )
+    return tuple(views)
+
+
+def _why_member(peer: PeerId, place: ModelSlice, layers: LayerRange, explained: Explained) -> str:
+    others = sum(
+        (each.index, each.weights) == (place.index, place.weights)
+        and each.peer != peer
+        and each.layers.start <= layers.start
+        and layers.stop <= each.layers.stop
+        for each in explained.holders
+    )
+    if not others:
+        return f"nobody else holds slice {place} of {layers}"
+    return f"best together with the others, of {others + 1} that hold slice {place} of {layers}"
 
 
 def _legs(legs: Sequence[LegCost], look: Look) -> tuple[LegView, ...]:

@@ -8,12 +8,14 @@ from collections.abc import Iterable, Sequence
 from fusion_node.client.connection import MeasuredNode
 from fusion_node.client.user_rules import UserRules
 from fusion_node.engine.numerics import NUMERICS
+from fusion_node.slices import ModelSlice
 from fusion_node.store import StoredModel
 from fusion_node.types import PeerId
 from fusion_node.wire import printable
-from p2p.records import NodeRecord
+from p2p.records import NodeRecord, ShardRecord
+from scheduler.groups import HELD_BY_NOBODY, MissingSlice
 from scheduler.planner import uncovered_layers
-from scheduler.plans import Reason, Rejection, Uncovered
+from scheduler.plans import Reason, Rejection, Topology, Uncovered
 from scheduler.topology import Candidate
 
 MAX_TOLD = 5
@@ -32,6 +34,9 @@ def why_no_route(
     numerics: str,
     room: int,
     rules: UserRules,
+    topology: Topology = Topology.PIPELINE,
+    num_members: int | None = None,
+    missing: Sequence[MissingSlice] = (),
 ) -> str:
     """For the message of NoRoute.
 
@@ -39,10 +44,14 @@ def why_no_route(
         candidates: among which was planned.
         records: of all nodes that were found.
         room: positions of the session.
+        topology, num_members: what stages may be.
+        missing: slices without which there is no group.
     """
-    name, parts = model.name, []
+    name, parts = model.name, list[str]()
     told_rules = ", ".join(rules.in_words())
     shards = [shard for record in records for shard in record.shards if shard.model_id == model.model_id]
+    if topology is Topology.FUSION:
+        return _why_no_group(gap, missing, shards, unreachable, name=name, numerics=numerics, num_members=num_members)
     if gap.against_rules:
         ranges = ", ".join(map(str, gap.against_rules))
         parts.append(f"no node for layers {ranges} of {name} is left by your rules: {_denied(gap, rejections)}")
@@ -55,6 +64,10 @@ def why_no_route(
     if gap.without_room:
         ranges = ", ".join(map(str, gap.without_room))
         parts.append(f"layers {ranges} are held without room for {room} positions: ask for fewer tokens")
+    if topology is Topology.HYBRID:
+        parts += list(map(_missing, missing[:MAX_TOLD]))
+    elif any(shard.slice and shard.numerics == numerics for shard in shards):
+        parts.append("nodes hold slices of it, which only groups serve: try --topology fusion, or hybrid")
     # Records are other people's text: only what we know ourselves goes to a terminal as advice.
     others = sorted({shard.numerics for shard in shards} & set(NUMERICS) - {numerics})
     if others:
@@ -87,3 +100,36 @@ def _denied(gap: Uncovered, rejections: Iterable[Rejection]) -> str:
         if each.reason is Reason.RULE and not missing.isdisjoint(range(each.layers.start, each.layers.stop))
     )
     return ", ".join(f"{count} × {printable(text, limit=120)}" for text, count in why.most_common(MAX_TOLD))
+
+
+def _why_no_group(
+    gap: Uncovered,
+    missing: Sequence[MissingSlice],
+    shards: Sequence[ShardRecord],
+    unreachable: Sequence[MeasuredNode],
+    *,
+    name: str,
+    numerics: str,
+    num_members: int | None,
+) -> str:
+    """Where all stages are to be groups."""
+    size = "" if num_members is None else f" of {num_members}"
+    ranges = ", ".join(map(str, gap.layers))
+    parts = [f"no fusion group{size} is complete for layers {ranges} of {name} in {numerics}"]
+    parts += list(map(_missing, missing[:MAX_TOLD]))
+    if not missing and any(shard.slice and shard.numerics == numerics for shard in shards):
+        parts.append("there are groups, but not for all layers, or none that keeps your rules")
+    elif not missing:
+        parts.append("nobody holds a slice of it" if shards else "nobody holds any of its layers")
+    if unreachable:
+        parts.append(f"{len(unreachable)} known nodes cannot be reached, the first because: {unreachable[0].problem}")
+    absent = next((each for each in missing if each.why == HELD_BY_NOBODY), None)
+    lacking = ModelSlice(0, (1,) * (num_members or 2)) if absent is None else ModelSlice(absent.index, absent.weights)
+    layers = absent.layers if absent is not None else gap.layers[0]
+    if absent is None and missing:
+        return "; ".join(parts)
+    return f"{'; '.join(parts)}: start a node with `fusion-node join {name} --slice {lacking} --layers {layers}`"
+
+
+def _missing(each: MissingSlice) -> str:
+    return f"slice {ModelSlice(each.index, each.weights)} of layers {each.layers} is {each.why}"

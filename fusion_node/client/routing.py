@@ -5,6 +5,8 @@ coordinates for the rest (fusion_node.client.topology); speeds as nodes claim th
 (scheduler.claims). A route never holds a node that was not measured: one that the planner chose by its coordinate is
 measured, and then it is planned again.
 
+Where the user wants fusion, nodes that hold slices form groups (scheduler.groups), which are planned with as nodes are.
+
 Above 600 lines: routes, patches and alternates are planned with the same look at the swarm, which all answers share.
 """
 
@@ -26,20 +28,23 @@ import msgspec
 
 from fusion_node.client import claims_file, topology
 from fusion_node.client.connection import MeasuredNode, SwarmConnection
+from fusion_node.client.group_members import kept_candidates, rejections_of_members, with_members
 from fusion_node.client.route_problem import why_no_route
 from fusion_node.client.topology import SwarmTopology
 from fusion_node.client.user_rules import UserRules
 from fusion_node.errors import NoRoute, PeerError
+from fusion_node.slices import Dims
 from fusion_node.store import StoredModel
-from fusion_node.types import LayerRange, PeerId, UnixS
+from fusion_node.types import LayerRange, PeerId, UnixS, is_group, members_of
 from p2p.first_answers import GRACE_S
 from p2p.records import NodeRecord, ShardRecord
 from scheduler.claims import ClaimBook, StageStep
 from scheduler.cost_model import MESSAGE_OVERHEAD_S, Workload
+from scheduler.groups import Formed, GroupLegs, SliceHolder, form_groups
 from scheduler.planner import plan_patch, plan_route
-from scheduler.plans import Avoid, Objective, Reason, Rejection, Uncovered
+from scheduler.plans import Avoid, Objective, Reason, Rejection, Topology, Uncovered
 from scheduler.plans import Planned as PlannedRoute
-from scheduler.topology import Candidate, RouteStage
+from scheduler.topology import Candidate, Legs, RouteStage
 from scheduler.vivaldi import Coordinate
 
 ROUTE_PATIENCE_S = 8.0
@@ -150,16 +155,18 @@ class Explained:
         problem: why there is no route, for people; empty when there is one.
         candidates, legs, workload: that it was planned with.
         measured_speeds: nodes whose claims were corrected by what rounds with them took.
+        holders: of slices, among the candidates.
     """
 
     found: Planned | Uncovered
     look: Look
     candidates: tuple[Candidate, ...]
-    legs: SwarmTopology
+    legs: Legs
     workload: Workload
     rejections: tuple[Rejection, ...]
     measured_speeds: frozenset[PeerId] = frozenset()
     problem: str = ""
+    holders: tuple[SliceHolder, ...] = ()
 
 
 class Router:
@@ -170,6 +177,9 @@ class Router:
         first_layers: at which a stage may begin; None: at any.
         row_bytes: of one hidden state on the wire.
         objective, rules: of the user.
+        topology: what stages may be.
+        num_members: of each group; None: any number.
+        dims: sizes of the model's layers; needed where stages may be groups.
         claims_path: where measured speeds are kept for other processes; None: nowhere.
 
     Attributes:
@@ -188,8 +198,14 @@ class Router:
         row_bytes: int = 0,
         objective: Objective = Objective.LATENCY,
         rules: UserRules = UserRules(),  # noqa: B008 - frozen
+        topology: Topology = Topology.PIPELINE,
+        num_members: int | None = None,
+        dims: Dims | None = None,
         claims_path: Path | None = None,
     ) -> None:
+        self.topology = topology
+        self.num_members = num_members
+        self.dims = None if topology is Topology.PIPELINE else dims
         self._connection = connection
         self._model = model
         self._numerics = numerics
@@ -221,7 +237,8 @@ class Router:
     def can_go_on(self, planned: Planned) -> bool:
         """Whether the nodes of an earlier answer are alive and have not refused lately."""
         now, links = time.monotonic(), self._connection.links
-        return all(links.is_connected(peer) and self._avoid.get(peer, 0.0) < now for peer, _ in planned.places)
+        peers = [each for peer, _ in planned.places for each in (peer, *members_of(peer))]
+        return all((is_group(peer) or links.is_connected(peer)) and self._avoid.get(peer, 0.0) < now for peer in peers)
 
     def note_failure(self, error: PeerError) -> None:
         """The next plans do without that node if they can, and look around anew."""
@@ -251,9 +268,9 @@ class Router:
             num_rows: of the step, of which the last one came back.
             round_s: from the first byte that was sent to the last that came back, by our own clock.
         """
-        if self._legs is None or len(timings) != len(places):
-            return
         peers = [peer for peer, _ in places]
+        if self._legs is None or len(timings) != len(places) or any(map(is_group, peers)):
+            return  # of a group, nobody knows which member it took how long
         legs_s = sum(
             self._legs.leg(sender, receiver).seconds(self._row_bytes * (1 if receiver is None else num_rows))
             + MESSAGE_OVERHEAD_S
@@ -502,8 +519,9 @@ class Router:
 
     def _wanted(self, look: Look) -> set[PeerId]:
         """Who may serve. Nobody else is dialled, and least of all whom the user's rules reject."""
-        rules = self.rules.resolve(look.records.keys())
-        return {each.peer for each in self._candidates(look.records.values()) if rules.rejects(each) is None}
+        rules, records = self.rules.resolve(look.records.keys()), look.records.values()
+        candidates = [*self._candidates(records), *(holder.candidate for holder in self._holders(records))]
+        return {each.peer for each in candidates if rules.rejects(each) is None}
 
     def _topology(self, look: Look) -> SwarmTopology:
         links, reached = self._connection.links, look.reached
@@ -518,6 +536,9 @@ class Router:
         return self._legs
 
     def _candidates(self, records: Iterable[NodeRecord]) -> tuple[Candidate, ...]:
+        """Nodes that may serve a stage alone."""
+        if self.topology is Topology.FUSION:
+            return ()
         return tuple(
             topology.candidates(
                 records,
@@ -529,6 +550,38 @@ class Router:
             )
         )
 
+    def _holders(self, records: Iterable[NodeRecord]) -> tuple[SliceHolder, ...]:
+        """Nodes that may be members of groups."""
+        if self.dims is None:
+            return ()
+        return tuple(
+            topology.slice_holders(
+                records,
+                self._claims,
+                model_id=self._model.model_id,
+                num_layers=self._num_layers,
+                numerics=self._numerics,
+                now=time.monotonic(),
+            )
+        )
+
+    def _with_groups(self, legs: SwarmTopology) -> Legs:
+        return legs if self.dims is None else GroupLegs(legs)
+
+    def _formed(self, holders: Iterable[SliceHolder], legs: Legs, workload: Workload, avoid: Avoid) -> Formed:
+        if self.dims is None:
+            return Formed()
+        holders = list(holders)
+        return form_groups(
+            holders,
+            legs,
+            dims=self.dims,
+            workload=workload,
+            rules=self.rules.resolve([holder.peer for holder in holders]),
+            avoid=avoid,
+            num_members=self.num_members,
+        )
+
     async def _explain(self, look: Look, workload: Workload, avoid: Avoid, is_explained: bool) -> Explained:
         """Plans, measures whom the plan would have and was not measured, and plans again."""
         avoid = Avoid(avoid.peers | self._failed(), avoid.pairs)
@@ -536,28 +589,30 @@ class Router:
             left_out = set(look.unreachable)
             if attempt == MEASURING_PLANS - 1:
                 left_out |= self._wanted(look) - look.nodes.keys()
-            candidates = self._candidates(r for peer, r in look.records.items() if peer not in left_out)
-            legs = self._topology(look)
-            answer = await self._planned(candidates, legs, workload, look, avoid, is_explained)
+            records = [record for peer, record in look.records.items() if peer not in left_out]
+            candidates, holders = self._candidates(records), self._holders(records)
+            legs = self._with_groups(self._topology(look))
+            answer, formed = await self._planned(candidates, holders, legs, workload, look, avoid, is_explained)
             if isinstance(answer, Uncovered):
                 # Rather with a node that failed a moment ago than not at all: it may have been our link. And if there
                 # is no route, it is to be known why. Two that cannot hand rows to one another come last.
                 for rather in [Avoid(pairs=avoid.pairs)] * bool(avoid.pairs) + [Avoid()]:
-                    answer = await self._planned(candidates, legs, workload, look, rather, True)
+                    answer, formed = await self._planned(candidates, holders, legs, workload, look, rather, True)
                     if isinstance(answer, PlannedRoute):
                         break
             found: Planned | Uncovered
             if isinstance(answer, Uncovered):
                 found = answer
             else:
-                unmeasured = [stage.peer for stage in answer.route if stage.peer not in look.nodes]
+                serving = [peer for stage in answer.route for peer in members_of(stage.peer)]
+                unmeasured = [peer for peer in serving if peer not in look.nodes]
                 if unmeasured:
                     records = [look.records[peer] for peer in unmeasured]
                     on_late = None if is_explained else partial(self._add_late, look)
                     look.add(await self._connection.measure(records, on_late=on_late, first_s=GRACE_S))
                     continue
-                found = Planned(tuple((look.nodes[each.peer], each.layers) for each in answer.route), answer)
-            rejections = (*answer.rejections, *self._beside(look))
+                found = Planned(with_members(answer.route, look.nodes, formed.weights), answer)
+            rejections = (*rejections_of_members(answer, holders, formed), *self._beside(look))
             problem = ""
             if isinstance(answer, Uncovered):
                 problem = why_no_route(
@@ -571,65 +626,92 @@ class Router:
                     numerics=self._numerics,
                     room=workload.num_positions,
                     rules=self.rules,
+                    topology=self.topology,
+                    num_members=self.num_members,
+                    missing=formed.missing,
                 )
-            return Explained(found, look, candidates, legs, workload, rejections, frozenset(self._measured), problem)
+            everybody = (*candidates, *(holder.candidate for holder in holders))
+            return Explained(
+                found, look, everybody, legs, workload, rejections, frozenset(self._measured), problem, holders
+            )
         raise AssertionError("the last plan is made of nodes that were measured")
 
     async def _planned(
         self,
         candidates: Sequence[Candidate],
-        legs: SwarmTopology,
+        holders: Sequence[SliceHolder],
+        legs: Legs,
         workload: Workload,
         look: Look,
         avoid: Avoid,
         is_explained: bool,
-    ) -> PlannedRoute | Uncovered:
-        search = partial(
-            plan_route,
-            candidates,
-            legs,
-            num_layers=self._num_layers,
-            workload=workload,
-            objective=self.objective,
-            rules=self.rules.resolve(look.records.keys()),
-            first_layers=self._first_layers,
-            avoid=avoid,
-            is_explained=is_explained,
-        )
-        return search() if len(candidates) < CANDIDATES_ON_LOOP else await asyncio.to_thread(search)
+    ) -> tuple[PlannedRoute | Uncovered, Formed]:
+        def search() -> tuple[PlannedRoute | Uncovered, Formed]:
+            formed = self._formed(holders, legs, workload, avoid)
+            planned = plan_route(
+                [*candidates, *formed.groups],
+                legs,
+                num_layers=self._num_layers,
+                workload=workload,
+                objective=self.objective,
+                rules=self.rules.resolve(look.records.keys()),
+                first_layers=self._first_layers,
+                avoid=avoid,
+                is_explained=is_explained,
+            )
+            return planned, formed
+
+        is_small = len(candidates) + len(holders) < CANDIDATES_ON_LOOP
+        return search() if is_small else await asyncio.to_thread(search)
 
     async def _patch(
         self, look: Look, planned: Planned, lost: Collection[int], workload: Workload, avoid: Avoid
     ) -> Planned | None:
         """With nodes that are connected: whoever waits for a patch does not wait for links that may never come."""
-        kept = {node.peer: node for index, (node, _) in enumerate(planned.stages) if index not in lost}
-        nodes = {peer: node for peer, node in look.reached.items() if self._connection.links.is_connected(peer)} | kept
-        candidates = self._candidates(look.records.get(peer, node.record) for peer, node in nodes.items())
-        search = partial(
-            plan_patch,
-            candidates,
-            self._topology(look),
-            [RouteStage(peer, layers) for peer, layers in planned.places],
-            lost,
-            num_layers=self._num_layers,
-            workload=workload,
-            objective=self.objective,
-            rules=self.rules.resolve(nodes.keys()),
-            first_layers=self._first_layers,
-            # A stage that stays may have announced meanwhile that it goes over to other layers.
-            known=self._candidates(node.record for node in kept.values()),
-            avoid=avoid,
-        )
-        answer = search() if len(candidates) < CANDIDATES_ON_LOOP else await asyncio.to_thread(search)
+        kept = {node.peer: (node, layers) for i, (node, layers) in enumerate(planned.stages) if i not in lost}
+        nodes = {peer: node for peer, node in look.reached.items() if self._connection.links.is_connected(peer)}
+        nodes |= {each.peer: each for node, _ in kept.values() for each in node.members or (node,)}
+        records = [look.records.get(peer, node.record) for peer, node in nodes.items()]
+        candidates, holders = self._candidates(records), self._holders(records)
+        legs = self._with_groups(self._topology(look))
+        # A stage that stays may have announced meanwhile that it goes over to other layers.
+        known = [
+            *self._candidates(node.record for node, _ in kept.values() if not node.members),
+            *kept_candidates(kept.values(), holders),
+        ]
+
+        def search() -> tuple[PlannedRoute | Uncovered, Formed]:
+            formed = self._formed(holders, legs, workload, avoid)
+            patched = plan_patch(
+                [*candidates, *formed.groups],
+                legs,
+                [RouteStage(peer, layers) for peer, layers in planned.places],
+                lost,
+                num_layers=self._num_layers,
+                workload=workload,
+                objective=self.objective,
+                rules=self.rules.resolve(nodes.keys()),
+                first_layers=self._first_layers,
+                known=known,
+                avoid=avoid,
+            )
+            return patched, formed
+
+        is_small = len(candidates) + len(holders) < CANDIDATES_ON_LOOP
+        answer, formed = search() if is_small else await asyncio.to_thread(search)
         if isinstance(answer, Uncovered):
             return None
-        return Planned(tuple((nodes[stage.peer], stage.layers) for stage in answer.route), answer)
+        weights = formed.weights | {peer: node.weights for peer, (node, _) in kept.items()}
+        return Planned(with_members(answer.route, nodes, weights), answer)
 
     def _beside(self, look: Look) -> list[Rejection]:
         """Who is no candidate at all."""
         found = []
         for shard, record in self._shards(look):
             layers = LayerRange(shard.start, shard.stop)
+            if why := self._why_not_wanted(shard):
+                found.append(Rejection(PeerId(record.peer), layers, Reason.OUTSIDE, why))
+                continue
             node = look.unreachable.get(PeerId(record.peer))
             if node is not None:
                 found.append(Rejection(node.peer, layers, Reason.UNREACHABLE, f"cannot be reached: {node.problem}"))
@@ -642,6 +724,13 @@ class Router:
                 )
             ]
         return found
+
+    def _why_not_wanted(self, shard: ShardRecord) -> str:
+        if shard.slice and self.dims is None:
+            return f"holds slice {shard.slice} of its layers: only a fusion group serves them"
+        if not shard.slice and self.topology is Topology.FUSION:
+            return "holds whole layers: you want fusion groups alone"
+        return ""
 
     def _shards(self, look: Look) -> Iterator[tuple[ShardRecord, NodeRecord]]:
         """Of the model, with whose they are."""

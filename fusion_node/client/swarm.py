@@ -29,6 +29,7 @@ from fusion_node.client.claims_file import path_of
 from fusion_node.client.connection import MeasuredNode, SwarmConnection, ways_in
 from fusion_node.client.drafting import GumbelNoise, check_same_tokens
 from fusion_node.client.generation import Generation, GenerationStats, RepairReport, StageReport
+from fusion_node.client.groups_core import Groups
 from fusion_node.client.plan_view import PlanView, view_of
 from fusion_node.client.prefix_cache_core import MIN_POSITIONS, PrefixCache
 from fusion_node.client.routing import Router
@@ -39,25 +40,28 @@ from fusion_node.client.speculation_core import SpeculationCore
 from fusion_node.client.speculative_answer import SpeculativeShell
 from fusion_node.client.text_stream import TextStream
 from fusion_node.client.tokenizer import ChatMessage, Tokenizer
-from fusion_node.client.user_rules import UserRules, objective_of
+from fusion_node.client.user_rules import UserRules, check_members, objective_of, topology_of
 from fusion_node.engine.architectures import first_layers, load_config, max_positions
 from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.device import choose_device, prepare_thread, set_threads
 from fusion_node.engine.draft_head import DraftHead
 from fusion_node.engine.draft_head_files import CONFIG_FILE
 from fusion_node.engine.draft_model import DraftModel
-from fusion_node.engine.numerics import numerics_class
+from fusion_node.engine.numerics import NumericsClass, numerics_class
+from fusion_node.engine.sliced_layer import fusion_dims
 from fusion_node.engine.tensor_codec import RowsNotFinite, decode_rows, encode_rows
 from fusion_node.errors import ConfigError, ContextTooLong, NoPeers, UnknownModel
 from fusion_node.store import ModelStore, StoredModel
-from fusion_node.types import LayerRange, MonotonicS, PeerId, UnixS
+from fusion_node.types import LayerRange, MonotonicS, PeerId, UnixS, members_of
 from fusion_node.wire import WireError
 from p2p.bans import FILE_NAME as BAN_FILE_NAME
 from p2p.identity import Identity
 from p2p.link_emulation_core import LineShape
 from p2p.messages import INT8, MAX_TAPS, SESSION_BYTES, CloseSession, TensorMeta, row_bytes
-from p2p.records import PROTOCOL_VERSION, Plan, PlanStage, open_lease, sign_plan
+from p2p.records import PROTOCOL_VERSION, Lease, Plan, PlanStage, Refusal, open_lease, sign_plan
 from p2p.swarm_key import SwarmKey
+from p2p.tensor_wire import decompress
+from scheduler.plans import Topology
 from scheduler.speculation import ModePolicy
 
 PLAN_TTL_S = 3600.0
@@ -99,6 +103,9 @@ class SwarmClient:
         objective: of routes: ``latency`` (seconds per token), ``throughput`` (of many sessions at a time), or
             ``first-token`` (seconds until it).
         rules: who may serve, and what a route may look like; None: anybody, anyhow.
+        topology: what serves a part of the model: ``pipeline``, one node each; ``fusion``, groups of nodes of which
+            none is ever sent a whole hidden state; ``hybrid``, what is faster.
+        members: of each group, exactly; None: any number from 2 on.
         puzzle_bits: what the identities of nodes must have paid; None is 0 on one machine and among members of a
             private swarm, and otherwise what nodes pay unless told otherwise.
         speculation: ``auto`` guesses ahead where that is faster, ``tree`` and ``chain`` only in that way, ``off``
@@ -132,6 +139,8 @@ class SwarmClient:
         identity: Identity | None = None,
         objective: str = "latency",
         rules: UserRules | None = None,
+        topology: str = "pipeline",
+        members: int | None = None,
         puzzle_bits: int | None = None,
         speculation: str = "off",
         draft_model: str | None = None,
@@ -167,6 +176,12 @@ class SwarmClient:
         self._loading: asyncio.Future[tuple[Boundary, Tokenizer]] | None = None
         self._prefixes: PrefixCache[Answer] | None = PrefixCache() if prefix_cache else None
         config = load_config(self.model)
+        self.topology = topology_of(topology)
+        check_members(members, self.topology)
+        self._dims = None
+        if self.topology is not Topology.PIPELINE:
+            _check_can_fuse(self._numerics, self._wire)
+            self._dims = fusion_dims(config)
         self.num_layers: int = config.num_hidden_layers
         self._first_layers = first_layers(config)
         self._hidden_size: int = config.hidden_size
@@ -192,6 +207,9 @@ class SwarmClient:
             row_bytes=row_bytes(self._wire_dtype, self._hidden_size) or 0,
             objective=objective_of(objective),
             rules=rules or UserRules(),
+            topology=self.topology,
+            num_members=members,
+            dims=self._dims,
             claims_path=path_of(ModelStore(home).home, self.model.model_id, self._numerics.name),
         )
 
@@ -279,6 +297,8 @@ class SwarmClient:
             rules=self._router.rules,
             prompt_tokens=prompt_tokens,
             max_tokens=max_tokens,
+            topology=self.topology,
+            dims=self._dims,
         )
 
     # inside
@@ -402,9 +422,9 @@ class SwarmClient:
     def _tell_unneeded(self, answers: Iterable[Answer]) -> None:
         """Their nodes need not keep them. One that cannot be told drops them in time."""
         for answer in answers:
-            for peer, _ in answer.stages:
-                if self.connection.links.is_connected(peer):
-                    self.connection.links.send(peer, CloseSession(answer.session, epoch=answer.epoch))
+            for node in (member for peer, _ in answer.stages for member in members_of(peer)):
+                if self.connection.links.is_connected(node):
+                    self.connection.links.send(node, CloseSession(answer.session, epoch=answer.epoch))
 
     async def _on_compute(self, work: Callable[..., T], *arguments: object) -> T:
         """Runs on the compute thread."""
@@ -432,9 +452,20 @@ class SwarmClient:
         return min(max_tokens, self.max_context - prompt_tokens)
 
     def _backlog_s(self, peer: PeerId) -> float:
-        """How long what waits for a peer takes to get there; 0 where nothing ever waited."""
-        rate_Bps = self.connection.links.delivery_rate_Bps(peer)
-        return self.connection.links.backlog_bytes(peer) / rate_Bps if rate_Bps else 0.0
+        """How long what waits for a peer takes to get there, or for any member of a group; 0 where nothing waited."""
+        links = self.connection.links
+        return max(
+            links.backlog_bytes(member) / rate_Bps if (rate_Bps := links.delivery_rate_Bps(member)) else 0.0
+            for member in members_of(peer)
+        )
+
+    def _groups(self) -> Groups:
+        return Groups(
+            self._hidden_size,
+            wire_dtype=self._wire_dtype,
+            decompress=lambda payload, tensor: decompress(payload, tensor).data,
+            open_lease=_open_lease,
+        )
 
     def _core_of(self, answer: Answer, make_plan: MakePlan, speculation: SpeculationCore | None = None) -> AnswerCore:
         return AnswerCore(
@@ -443,7 +474,7 @@ class SwarmClient:
             wire_dtype=self._wire_dtype,
             make_plan=make_plan,
             new_session=partial(secrets.token_bytes, SESSION_BYTES),
-            open_lease=lambda envelope: open_lease(envelope, now=UnixS(time.time())),
+            open_lease=_open_lease,
             backlog_s=self._backlog_s,
             speculation=speculation,
             taps=self._drafts.tap_layers if speculation is not None and self._drafts is not None else (),
@@ -454,7 +485,8 @@ class SwarmClient:
         boundary, _ = await self._loaded()
         answer = work.answer
         routes = AnswerRoutes(self._router, self._prefixes, work, num_positions)
-        core = self._core_of(answer, partial(self._make_plan, num_positions))
+        groups = self._groups()
+        core = self._core_of(answer, partial(self._make_plan, groups, num_positions))
 
         async def embed(start: int, stop: int) -> EncodedRows:
             return await self._on_compute(self._embed, boundary, answer.all_ids[start:stop])
@@ -466,6 +498,7 @@ class SwarmClient:
             embed=embed,
             on_compute=self._on_compute,
             on_event=partial(routes.note, core),
+            groups=groups,
         )
         shell.retain = self._prefixes is not None
         try:
@@ -505,10 +538,12 @@ class SwarmClient:
             wants_taps=bool(drafts.tap_layers),
         )
 
+        groups = self._groups()
+
         def make_plan(session: bytes, epoch: int, stages: tuple[PlanStage, ...]) -> tuple[Plan, bytes]:
             if epoch == 0:  # later plans of a session have to reserve what its first one did
                 speculation.max_positions = routes.num_reserved
-            return self._make_plan(speculation.max_positions, session, epoch, stages)
+            return self._make_plan(groups, speculation.max_positions, session, epoch, stages)
 
         core = self._core_of(answer, make_plan, speculation)
         noise = None
@@ -520,8 +555,10 @@ class SwarmClient:
             return await self._on_compute(self._embed, boundary, answer.all_ids[start:stop])
 
         def row_s(peer: PeerId) -> float:
-            rate_Bps = self.connection.links.delivery_rate_Bps(peer)
-            return (row_bytes(self._wire_dtype, self._hidden_size) or 0) / rate_Bps if rate_Bps else 0.0
+            members = members_of(peer)
+            rates_Bps = [self.connection.links.delivery_rate_Bps(member) for member in members]
+            share = (row_bytes(self._wire_dtype, self._hidden_size) or 0) / len(members)
+            return max(share / rate_Bps if rate_Bps else 0.0 for rate_Bps in rates_Bps)
 
         shell = SpeculativeShell(
             self.connection,
@@ -530,6 +567,7 @@ class SwarmClient:
             embed=embed,
             on_compute=self._on_compute,
             on_event=partial(routes.note, core),
+            groups=groups,
             speculation=speculation,
             chooser=RowChooser(
                 boundary,
@@ -564,8 +602,9 @@ class SwarmClient:
                 self._policies.append(policy)
 
     def _make_plan(
-        self, num_positions: int, session: bytes, epoch: int, stages: tuple[PlanStage, ...]
+        self, groups: Groups, num_positions: int, session: bytes, epoch: int, stages: tuple[PlanStage, ...]
     ) -> tuple[Plan, bytes]:
+        """As its own session sees it, with an id for each group, and as nodes do, to whom it is its first member."""
         now = time.time()
         plan = Plan(
             version=PROTOCOL_VERSION,
@@ -581,6 +620,10 @@ class SwarmClient:
             priority=self._priority,
             wire=self._wire,
         )
+        groups.begin(plan)
+        if groups.are_used:
+            first = tuple(msgspec.structs.replace(stage, peer=stage.places[0].peer) for stage in stages)
+            return plan, sign_plan(msgspec.structs.replace(plan, stages=first), self.connection.identity)
         return plan, sign_plan(plan, self.connection.identity)
 
     # on the compute thread
@@ -631,6 +674,18 @@ def _step_seconds(boundary: Boundary) -> float:
         boundary.logits(boundary.embed([0]))
         times.append(time.perf_counter() - began)
     return min(times)
+
+
+def _open_lease(envelope: bytes) -> Lease | Refusal:
+    return open_lease(envelope, now=UnixS(time.time()))
+
+
+def _check_can_fuse(numerics: NumericsClass, wire: str) -> None:
+    """Raises ConfigError where members of a group could not compute together."""
+    if wire:
+        raise ConfigError("rows go to the members of a group by columns, which --wire int8 does not: leave it out")
+    if numerics.name not in ("fp32", "f16r32"):
+        raise ConfigError(f"members of a group do not compute in {numerics.name}: take fp32 or f16r32")
 
 
 def _wire_encoding(wire: str | None) -> str:

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fusion_node.slices import ModelSlice
 from fusion_node.types import LayerRange, ModelId, PeerId
 from p2p.records import NodeRecord, ShardRecord, digest_key_of
 from scheduler.claims import Claim, ClaimBook
+from scheduler.groups import SliceHolder
 from scheduler.leg_table import Floats
 from scheduler.topology import Candidate, Leg, LegSource
 from scheduler.vivaldi import DIMENSIONS, Coordinate, Vivaldi
@@ -267,7 +269,7 @@ def candidates(
     numerics: str,
     now: float,
 ) -> list[Candidate]:
-    """Who may serve a stage, with what is believed of its speed.
+    """Who may serve a stage alone, with what is believed of its speed.
 
     Args:
         num_layers: of the model, as the user knows it.
@@ -277,8 +279,27 @@ def candidates(
         _candidate(record, shard, claims, now)
         for record in records
         for shard in record.shards
-        if shard.model_id == model_id and not _why_unusable(shard, num_layers, numerics)
+        if shard.model_id == model_id and not shard.slice and not _why_unusable(shard, num_layers, numerics)
     ]
+
+
+def slice_holders(
+    records: Iterable[NodeRecord],
+    claims: ClaimBook,
+    *,
+    model_id: ModelId,
+    num_layers: int,
+    numerics: str,
+    now: float,
+) -> list[SliceHolder]:
+    """Who may be a member of a group that serves a stage, and of which slice. Arguments are those of ``candidates``."""
+    found = []
+    for record in records:
+        for shard in record.shards:
+            if shard.model_id == model_id and shard.slice and not _why_unusable(shard, num_layers, numerics):
+                place = ModelSlice.parse(shard.slice)
+                found.append(SliceHolder(_candidate(record, shard, claims, now), place.index, place.weights))
+    return found
 
 
 def unusable(

@@ -12,9 +12,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from fusion_node.errors import ConfigError
+from fusion_node.slices import MAX_MEMBERS
 from fusion_node.types import PeerId
 from fusion_node.wire import printable
-from scheduler.plans import Objective
+from scheduler.plans import Objective, Topology
 from scheduler.rules import Rules
 
 MAX_SELECTORS = 256
@@ -120,6 +121,28 @@ def objective_of(name: str) -> Objective:
     except ValueError as error:
         known = ", ".join(Objective)
         raise ConfigError(f"unknown objective {printable(name, limit=40)!r}: {known}") from error
+
+
+def topology_of(name: str) -> Topology:
+    """Reads ``pipeline``, ``fusion`` or ``hybrid``.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    try:
+        return Topology(name)
+    except ValueError as error:
+        raise ConfigError(f"unknown topology {printable(name, limit=40)!r}: {', '.join(Topology)}") from error
+
+
+def check_members(members: int | None, topology: Topology) -> None:
+    """Raises ConfigError for a number of members that no group has, or where there are no groups."""
+    if members is None:
+        return
+    if topology is Topology.PIPELINE:
+        raise ConfigError("members are those of fusion groups: add --topology fusion, or hybrid")
+    if not 2 <= members <= MAX_MEMBERS:
+        raise ConfigError(f"groups of {members} members make no sense: name 2 to {MAX_MEMBERS}")
 
 
 def _split(selector: str) -> tuple[str, str]:
