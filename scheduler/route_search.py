@@ -355,7 +355,7 @@ class _Sum:
     def __init__(self, space: Space) -> None:
         costs = space.seconds
         self.enter, self._hand, self._leave = costs.enter, costs.hand, costs.leave
-        self._fixed, self._layer, self._allowed = costs.fixed, costs.layer, space.allowed
+        self._fixed, self._layer, self._barred, self._cuts = costs.fixed, costs.layer, ~space.allowed, space.cuts
         self._sums = np.empty_like(self._hand)
 
     def end(self, table: _Table) -> None:
@@ -364,16 +364,17 @@ class _Sum:
     def handed(self, finish: Floats, receivers: Ints, senders: Ints) -> Floats:
         if len(receivers) == len(senders) == len(self.enter):
             return np.add(self._hand, finish, out=self._sums)
-        return self._hand[np.ix_(receivers, senders)] + finish[senders]
+        return self._hand[receivers[:, None], senders] + finish[senders]
 
     def run(self, table: _Table, stop: int, is_cut: bool) -> None:
-        fresh = table.arrive[:, stop - 1] + self._fixed
-        # Of equals the stage that began earlier, so that a route has no more stages than it needs.
-        is_better = fresh < table.running
-        np.copyto(table.running, fresh, where=is_better)
-        np.copyto(table.began, stop - 1, where=is_better)
+        if stop == 1 or self._cuts[stop - 1]:  # elsewhere nothing has arrived
+            fresh = table.arrive[:, stop - 1] + self._fixed
+            # Of equals the stage that began earlier, so that a route has no more stages than it needs.
+            is_better = fresh < table.running
+            np.copyto(table.running, fresh, where=is_better)
+            np.copyto(table.began, stop - 1, where=is_better)
         table.running += self._layer
-        table.running[~self._allowed[:, stop - 1]] = math.inf
+        table.running[self._barred[:, stop - 1]] = math.inf
         if is_cut:
             table.finish[:, stop] = table.running
             table.start[:, stop] = table.began
@@ -418,7 +419,7 @@ class _Max(_Sum):
     def handed(self, finish: Floats, receivers: Ints, senders: Ints) -> Floats:
         if len(receivers) == len(senders) == len(self.enter):
             return np.maximum(self._hand, finish, out=self._sums)
-        return np.maximum(self._hand[np.ix_(receivers, senders)], finish[senders])
+        return np.maximum(self._hand[receivers[:, None], senders], finish[senders])
 
     def run(self, table: _Table, stop: int, is_cut: bool) -> None:
         if is_cut:
@@ -468,8 +469,8 @@ def _tables(space: Space, costs: _Sum, max_stages: int | None, exclusive: Bools 
 
 
 def _arrive(table: _Table, handing: _Table, costs: _Sum, space: Space, start: int, exclusive: Bools | None) -> None:
-    senders = np.flatnonzero(np.isfinite(handing.finish[:, start]))
-    receivers = np.flatnonzero(space.allowed[:, start])
+    senders = np.isfinite(handing.finish[:, start]).nonzero()[0]
+    receivers = space.allowed[:, start].nonzero()[0]
     if not len(senders) or not len(receivers):
         return
     handed = costs.handed(handing.finish[:, start], receivers, senders)
