@@ -81,9 +81,11 @@ def garbage(num_rows: int) -> bytes:
 
 
 def is_garbage(rows: bytes | memoryview) -> bool:
-    if len(rows) == ROW_BYTES:
-        return rows == _GARBAGE
-    return bool((np.frombuffer(rows, dtype="<u8").reshape(-1, 2) == _MASK).all(axis=1).any())
+    whole = bytes(rows)
+    at = whole.find(_GARBAGE)
+    while at % ROW_BYTES and at >= 0:
+        at = whole.find(_GARBAGE, at + 1)
+    return at >= 0
 
 
 class Chain:
@@ -151,8 +153,18 @@ class Undisturbed:
 
     def next_token(self) -> int:
         """As ``token_of`` says of the row of the position before, and then the row of this one, in as few steps."""
-        token = _mix(self._total ^ _mix(self._seed * _FACTOR + self._position & _MASK)) % VOCABULARY
-        self._position += 1
-        self._value = self._value * _FACTOR + _mix(token + 1) & _MASK
-        self._total = self._value * self._weight & _MASK
-        return token
+        return self.next_tokens(1)[0]
+
+    def next_tokens(self, count: int) -> list[int]:
+        """So many of them."""
+        mix, value, total, weight = _mix, self._value, self._total, self._weight
+        first = self._seed * _FACTOR + self._position
+        tokens = []
+        for number in range(first, first + count):
+            token = mix(total ^ mix(number & _MASK)) % VOCABULARY
+            tokens.append(token)
+            value = value * _FACTOR + mix(token + 1) & _MASK
+            total = value * weight & _MASK
+        self._position += count
+        self._value, self._total = value, total
+        return tokens

@@ -25,6 +25,7 @@ from fusion_node.simulator.links import Host
 from fusion_node.simulator.network import Place
 from fusion_node.types import LayerRange, MonotonicS, PeerId
 from p2p.messages import AnyMessage, CloseSession, StageTiming
+from scheduler import swarm_rate
 from scheduler.topology import Speed
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Node(Host):
         stays_s: from when it serves until it leaves.
         fault, fault_at: the last thing that befell it, for the reports.
         due: when something will befall it, as far as the world has decided, the next first. No core sees it.
+        placed: as those see it who choose layers; kept by the world.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class Node(Host):
         self.seen_until = float("inf")
         self.fault, self.fault_at = "", float("-inf")
         self.due: list[float] = []
+        self.placed: swarm_rate.Host | None = None
         self.is_draining = False
         self.speed: Speed = device.speed(world.model)
         self.kv_positions = 1
@@ -100,6 +103,7 @@ class Node(Host):
         """These are its layers, or will be: before it serves."""
         self.layers = layers
         self.holds = True
+        self.placed = None
         self.kv_positions = max(1, self.device.kv_positions(self._world.model, len(layers)))
         self.announced_kv = int(self.kv_positions * self.character.claim)
         self._leases = LeaseBook(self.num_blocks * BLOCK_SLOTS, block_slots=BLOCK_SLOTS)

@@ -378,7 +378,7 @@ class User(Host):
             return
         # As if a drafter had guessed them all: all but the first were never asked for one by one.
         request.num_awaited = num_tokens = self._num_at_once(request)
-        request.tokens += [request.expected.next_token() for _ in range(num_tokens - 1)]
+        request.tokens += request.expected.next_tokens(num_tokens - 1)
         request.due_at = request.last_s
         if num_tokens > 1:
             request.due_at += num_tokens * request.steps_s / request.num_steps

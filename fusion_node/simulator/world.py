@@ -180,11 +180,11 @@ class World:
         choice = Choice(placing.host_of(node, self.capacity_layers(node)), self.work)
         if is_first:
             # They have joined one after another, long before the beginning.
-            result = choice.look(self._seen_by(node), placing.NodeLegs(self))
+            result = choice.look(self.seen_by(node, []), placing.NodeLegs(self))
             node.hold(self._settled(result.move.layers if isinstance(result, Intend) else result.decision.layers))
             self._serve(node)
         else:
-            self._choose(node, choice)
+            self._choose(node, choice, [])
         return node
 
     def capacity_layers(self, node: Node) -> int:
@@ -192,12 +192,16 @@ class World:
         least = self.settings.stage_layers
         return min(node.device.num_layers(self.model), max(least, math.ceil(self.model.num_layers * MAX_LAYERS_SHARE)))
 
-    def _choose(self, node: Node, choice: Choice) -> None:
-        """As fusion_node.daemon.mover does it: looks, tells what it intends, waits, and looks again."""
-        result = choice.look(self._seen_by(node), placing.NodeLegs(self))
+    def _choose(self, node: Node, choice: Choice, known: list[Node]) -> None:
+        """As fusion_node.daemon.mover does it: looks, tells what it intends, waits, and looks again.
+
+        Args:
+            known: nodes that it has looked at before.
+        """
+        result = choice.look(self.seen_by(node, known), placing.NodeLegs(self))
         if isinstance(result, Intend):
             node.hold(result.move.layers)
-            self.heap.after(result.wait_s, self._choose, node, choice)
+            self.heap.after(result.wait_s, self._choose, node, choice, known)
         else:
             node.hold(self._settled(result.decision.layers))
             self.heap.after(LOAD_S, self._serve, node)
@@ -209,20 +213,31 @@ class World:
             )
         return layers
 
-    def _seen_by(self, node: Node) -> list[swarm_rate.Host]:
-        """Nodes that a newcomer knows: some of those that serve, and of those that load."""
-        seen: list[Node] = []
-        for known in (self.live, [each for each in self.loading.values() if each.holds and each is not node]):
-            if len(known) <= PLACED_BY:
-                seen += known
-            else:
-                seen += self.chance.sample(known, PLACED_BY)
-        return [placing.host_of(each, self.capacity_layers(each)) for each in seen]
+    def seen_by(self, node: Node, known: list[Node]) -> list[swarm_rate.Host]:
+        """Nodes that a newcomer knows: some of those that serve, and of those that load.
+
+        Args:
+            known: those that it has looked at before, whom it still knows if they are there; brought up to date.
+        """
+        known[:] = [each for each in known if each.is_up]
+        seen = {each.peer for each in known}
+        num_serving = sum(each.is_serving for each in known)
+        loading = [each for each in self.loading.values() if each.holds and each is not node]
+        for group, room in ((self.live, PLACED_BY - num_serving), (loading, PLACED_BY - len(known) + num_serving)):
+            if room > 0:
+                drawn = group if len(group) <= PLACED_BY else self.chance.sample(group, PLACED_BY)
+                known += [each for each in drawn if each.peer not in seen][:room]
+        return [each.placed or self._placed(each) for each in known]
+
+    def _placed(self, node: Node) -> swarm_rate.Host:
+        node.placed = placing.host_of(node, self.capacity_layers(node))
+        return node.placed
 
     def _serve(self, node: Node) -> None:
         self.loading.pop(node.peer, None)
         node.joined_at = self.heap.now
         node.is_serving = True
+        node.placed = None
         if math.isfinite(node.stays_s):
             heapq.heappush(node.due, self.heap.now + node.stays_s)
             self.heap.after(node.stays_s, self._leave, node)

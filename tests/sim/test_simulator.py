@@ -21,12 +21,12 @@ from fusion_node.simulator.devices import DEVICES, MODELS
 from fusion_node.simulator.heap import EventHeap
 from fusion_node.simulator.leases import LeaseBook
 from fusion_node.simulator.network import LINES, Nat, Network, Place, Way
-from fusion_node.simulator.node import FINE_AFTER_S
+from fusion_node.simulator.node import FINE_AFTER_S, Node
 from fusion_node.simulator.planning import believed
 from fusion_node.simulator.plots import check_available, write_plots
 from fusion_node.simulator.report import percentiles, tokens_per_s
 from fusion_node.simulator.settings import Settings, parse_partition
-from fusion_node.simulator.world import FINE_BEFORE_S, NOTICE_S, World
+from fusion_node.simulator.world import FINE_BEFORE_S, NOTICE_S, PLACED_BY, World
 from fusion_node.types import MonotonicS, PeerId
 from p2p.records import PROTOCOL_VERSION, Lease
 
@@ -210,7 +210,7 @@ def test_undisturbed_tokens_follow_from_prompt_seed_and_position() -> None:
         expected = arithmetic.Undisturbed(weights, prompt, seed=seed)
         return [expected.next_token() for _ in range(5)]
 
-    assert tokens([1, 2, 3], 7) == tokens([1, 2, 3], 7)
+    assert tokens([1, 2, 3], 7) == arithmetic.Undisturbed(weights, [1, 2, 3], seed=7).next_tokens(5)
     assert len({tuple(tokens(p, s)) for p, s in (([1, 2, 3], 7), ([1, 2, 3], 8), ([3, 2, 1], 7))}) == 3
     first = arithmetic.token_of(answer([(0, 3), (3, 8)], [1, 2, 3]), seed=7, position=3)
     assert first == tokens([1, 2, 3], 7)[0]
@@ -221,6 +221,10 @@ def test_garbage_is_seen_in_any_row() -> None:
     assert not arithmetic.is_garbage(rows)
     assert arithmetic.is_garbage(rows + arithmetic.garbage(1))
     assert arithmetic.is_garbage(memoryview(arithmetic.garbage(2) + rows))
+    # Bytes of two rows that look like a row of garbage between them are none.
+    across = b"\0" * 8 + arithmetic.garbage(1) + b"\0" * 8
+    assert not arithmetic.is_garbage(across)
+    assert arithmetic.is_garbage(across + arithmetic.garbage(1))
 
 
 # leases and placement
@@ -267,6 +271,22 @@ def test_newcomers_take_what_is_missing_and_reckon_with_one_another(every: int) 
     # Not all the same, although all looked before any of them had said what it would take.
     assert len({frozenset(each) for each in taken}) > 1
     assert all(node.layers.start % every == 0 for node in joined)
+
+
+def test_newcomer_looks_at_the_same_nodes_again_and_at_who_came_since() -> None:
+    world = World(dataclasses.replace(SMALL, nodes=60, users=0, mean_lifetime_s=math.inf))
+    newcomer = world.join()
+    known: list[Node] = []
+    before = {host.peer for host in world.seen_by(newcomer, known)}
+    assert len(before) == PLACED_BY
+    assert {host.peer for host in world.seen_by(newcomer, known)} == before
+    gone = known[5]
+    world.kill(gone)
+    other = world.join()
+    after = {host.peer for host in world.seen_by(newcomer, known)}
+    assert after > {*before, other.peer} - {gone.peer}
+    assert len(after) == PLACED_BY + 1
+    assert gone.peer not in after
 
 
 @pytest.mark.parametrize("is_honest", [True, False])
