@@ -67,7 +67,6 @@ class FusedStep:
 class _Together:
     """What steps that are computed together share from phase to phase."""
 
-    pool: KVPool
     packed: PackedBatch
     rotary: Rotary
 
@@ -150,6 +149,10 @@ class SlicedStage:
     def own(self) -> SliceBounds:
         """What this member holds of every layer."""
         return self.bounds[self.member.index]
+
+    def layer(self, number: int) -> SlicedLayer:
+        """What is held of one of its layers."""
+        return self._layers[number]
 
     @property
     def first_layers(self) -> frozenset[int] | None:
@@ -308,7 +311,7 @@ class SlicedStage:
     def _find_together(self, steps: Sequence[FusedStep], pool: KVPool) -> _Together:
         key = tuple(steps)
         found = self._together.get(key)
-        if found is not None and found.pool is pool:
+        if found is not None:
             self._together.move_to_end(key)
             return found
         cos_1TH = _joined([s.rotary.cos_1TH for s in steps], dim=1)
@@ -320,7 +323,7 @@ class SlicedStage:
             query_dtype=self.numerics.attention_input_dtype,
             kv_dtype=self.numerics.kv_dtype,
         )
-        self._together[key] = made = _Together(pool, packed, Rotary(cos_1TH, sin_1TH))
+        self._together[key] = made = _Together(packed, Rotary(cos_1TH, sin_1TH))
         while len(self._together) > _MAX_TOGETHER:
             self._together.popitem(last=False)
         return made

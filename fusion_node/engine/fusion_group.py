@@ -1,4 +1,10 @@
-"""A fusion group in one process: the members of a layer range, and a loop in place of the network between them."""
+"""A fusion group in one process: the members of a layer range, and a loop in place of the network between them.
+
+What members compute and contribute is what they do as nodes; nothing here is asked by one. Tests compare a group with a
+stage by it, and fusion_node.privacy shows by it what a member can make of what it is sent.
+
+Shapes: T packed rows, D hidden size, W values per row that a member contributes.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +41,7 @@ class FusionGroup:
 
     Attributes:
         on_sent: told of every contribution, in order: what an owner really has to see.
-        on_layer: told after each layer of its number and of the residual, as nobody but a test may see it whole:
+        on_layer: told after each layer of its number and of the residual, whole as none of the members has it:
             ``[T, D]`` of all steps that pass it.
     """
 
