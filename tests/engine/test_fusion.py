@@ -24,6 +24,7 @@ import torch
 
 from fusion_node.engine.block_manager_core import BLOCK_SLOTS
 from fusion_node.engine.boundary import Boundary
+from fusion_node.engine.fusion_group import FusionGroup, Sent
 from fusion_node.engine.numerics import numerics_class
 from fusion_node.engine.session_log_core import SessionLog, StepRows
 from fusion_node.engine.shard_engine import PlannedBatch
@@ -35,7 +36,6 @@ from fusion_node.errors import ConfigError, InvalidLayers, LocalProtocolError, R
 from fusion_node.slices import Exchange, ModelSlice
 from fusion_node.store import ModelStore, StoredModel
 from fusion_node.types import LayerRange
-from fusion_node.engine.fusion_group import FusionGroup, Sent
 from tests.engine.test_parity import FP32, LLAMA3, MAX_ERROR, YARN, Pipeline, run_mixed_batches
 from tests.engine.test_shard_engine import Server, close_to
 from tests.engine.tiny import TinyModel, tiny_model
