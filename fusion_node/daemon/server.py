@@ -19,12 +19,27 @@ import structlog
 
 from fusion_node.daemon.admission_core import Admission, Session
 from fusion_node.daemon.forwards import Forwards, in_us
+from fusion_node.daemon.fused_forwards import FusedForwards
 from fusion_node.daemon.in_order import InOrder
 from fusion_node.daemon.output_log_core import OutputLog
-from fusion_node.daemon.serving_core import Connect, Forget, Narrow, Send, SendRows, ServedStep, Serving, Take
+from fusion_node.daemon.pace_core import Pace
+from fusion_node.daemon.parts_core import Joined
+from fusion_node.daemon.serving_core import (
+    Connect,
+    EnterGroup,
+    Forget,
+    LeaveGroup,
+    Narrow,
+    Send,
+    SendRows,
+    ServedStep,
+    Serving,
+    Take,
+)
 from fusion_node.engine.batching_core import BatchingCore, BatchingStatus
 from fusion_node.engine.shard_engine import ShardEngine
-from fusion_node.engine.tensor_codec import RowsNotFinite, decode_rows
+from fusion_node.engine.slice_engine import SliceEngine
+from fusion_node.engine.tensor_codec import RowsNotFinite, decode_rows, join_columns
 from fusion_node.errors import FusionError, PeerError, RemoteProtocolError
 from fusion_node.types import MonotonicS, PeerId, UnixS
 from fusion_node.wire import WireError
@@ -37,6 +52,7 @@ from p2p.messages import (
     AnyMessage,
     BandwidthProbe,
     BandwidthReport,
+    Partials,
     SessionFailed,
     SessionOpened,
     SessionRefused,
@@ -57,25 +73,35 @@ DEFAULT_RETAIN_BYTES = 256 * 2**20
 log = structlog.get_logger(__name__)
 
 
+class _PartUnfit(Exception):
+    """What one of several peers has sent of an entry cannot be computed with."""
+
+    def __init__(self, peer: PeerId, reason: str) -> None:
+        super().__init__(reason)
+        self.peer = peer
+
+
 class NodeServer:
-    """Serves sessions of one shard.
+    """Serves sessions of one shard, of whole layers or of a slice of them.
 
     Args:
         own_record: gives the node's present signed record, for StatusRequest.
         sign_lease: signs what the node promises a user; without it, leases are told and not signed.
-        batching: decides the forwards; a new one if not given.
+        batching: decides the forwards through whole layers; a new one if not given.
+        pace: is told how fast a slice of layers is.
         retain_bytes: of rows that were handed on, to be handed on again in a repair.
         clock, unix_clock: monotonic and Unix seconds.
     """
 
     def __init__(
         self,
-        engine: ShardEngine,
+        engine: ShardEngine | SliceEngine,
         admission: Admission,
         *,
         own_record: Callable[[], bytes],
         sign_lease: Callable[[Lease], bytes] | None = None,
         batching: BatchingCore | None = None,
+        pace: Pace | None = None,
         retain_bytes: int = DEFAULT_RETAIN_BYTES,
         clock: Callable[[], float] = time.monotonic,
         unix_clock: Callable[[], float] = time.time,
@@ -104,9 +130,21 @@ class NodeServer:
         )
         self.counters: Counter[str] = self._serving.counters
         self._running: set[asyncio.Future[Any]] = set()
-        self._forwards = Forwards(
-            engine, batching or BatchingCore(), self, running=self._running, counters=self.counters, clock=clock
-        )
+        self._forwards: Forwards | FusedForwards
+        if isinstance(engine, SliceEngine):
+            self._forwards = FusedForwards(
+                engine,
+                self,
+                send=self._send_partials,
+                running=self._running,
+                counters=self.counters,
+                clock=clock,
+                pace=pace,
+            )
+        else:
+            self._forwards = Forwards(
+                engine, batching or BatchingCore(), self, running=self._running, counters=self.counters, clock=clock
+            )
         self._codec = ThreadPoolExecutor(2, thread_name_prefix="codec")
         """Compresses large tensors, and decompresses and checks those that come."""
         self._in_order: dict[Session, tuple[InOrder, InOrder]] = {}
@@ -148,6 +186,8 @@ class NodeServer:
         match message:
             case StatusRequest():
                 self._send(peer, StatusReply(message.request, record=self._own_record(), counters=self._counters()))
+            case Partials() if isinstance(self._forwards, FusedForwards):
+                self._forwards.receive(peer, message, payload)
             case BandwidthProbe() | BandwidthReport() if self.bandwidth is not None:
                 self.bandwidth.receive(peer, message, len(payload))
             case _:
@@ -302,8 +342,12 @@ class NodeServer:
                     task.add_done_callback(self._tasks.discard)
                 case Forget():
                     self._forget(command.session)
-                case Narrow():
+                case Narrow() if isinstance(self._forwards, Forwards):
                     self._forwards.narrow(command.session, partial(self._serving.narrow, command.session))
+                case EnterGroup() if isinstance(self._forwards, FusedForwards):
+                    self._forwards.enter(command.session)
+                case LeaveGroup():
+                    self._forwards.cancel(command.session)
         due = self._serving.retry_at
         if due is not None and self._retry is None:
             self._retry = asyncio.get_running_loop().call_later(max(0.0, due - self._now()), self._try_again)
@@ -335,8 +379,13 @@ class NodeServer:
     def _take(self, command: Take) -> None:
         message = command.message
         arriving, _ = self._orders_of(command.session)
+        decode: Callable[[], Any] = partial(
+            decode_rows, message.tensor, command.payload, as_dtype=self._engine.wire_dtype
+        )
+        if isinstance(command.payload, Joined):
+            decode = partial(_decode_joined, command.payload, as_dtype=self._engine.wire_dtype)
         arriving.submit(
-            partial(decode_rows, message.tensor, command.payload, as_dtype=self._engine.wire_dtype),
+            decode,
             partial(self._rows_are_there, command.session, message),
             is_large=self._require_compressor().is_large(message.tensor),
         )
@@ -347,6 +396,8 @@ class NodeServer:
         except (RowsNotFinite, WireError) as error:
             # Before the step has any part in a forward: others' rows have the bits that they would have without it.
             self._serving.rows_unfit(session, message, str(error), now=self._now())
+        except _PartUnfit as error:
+            self._serving.rows_unfit(session, message, str(error), now=self._now(), peer=error.peer)
         else:
             step = self._serving.take_step(session, message, now=self._now())
             overload = None if step is None else self._forwards.add(step, hidden)
@@ -368,11 +419,29 @@ class NodeServer:
 
     def _priced(self, step: ServedStep, timing: StageTiming) -> StageTiming:
         """With the price of a row on the way out, where that is the bottleneck."""
-        pool = self._require_pool()
-        rates = [r for r in (pool.delivery_rate_Bps(step.session.next), pool.max_upload_Bps) if r]
-        num_bytes = row_bytes(step.encoding, self._engine.hidden_size)
-        wire_us = in_us(num_bytes / min(rates)) if rates and num_bytes else 0
+        pool, session = self._require_pool(), step.session
+        sent: Counter[PeerId] = Counter()
+        for target in session.parts.targets:
+            sent[target.peer] += row_bytes(step.encoding, len(target.columns)) or 0
+        if isinstance(self._forwards, FusedForwards):
+            sent.update(self._forwards.exchanged_bytes_per_row(session))
+        times = [num_bytes / rate for peer, num_bytes in sent.items() if (rate := pool.delivery_rate_Bps(peer))]
+        if pool.max_upload_Bps:
+            times.append(sent.total() / pool.max_upload_Bps)
+        wire_us = in_us(max(times, default=0.0))
         return timing if wire_us <= timing.price_us else StageTiming(timing.queue_us, timing.compute_us, wire_us)
+
+    def member_failed(self, session: Session, code: str, reason: str, culprit: str) -> None:
+        """For the forwards: another member has sent what it must not, or nothing for long."""
+        self._serving.member_at_fault(session, code, reason, culprit=culprit, now=self._now())
+        self._carry_out()
+
+    def _send_partials(self, peer: PeerId, message: Partials, payload: memoryview) -> None:
+        try:
+            self._require_pool().send(peer, message, payload)
+        except PeerError:
+            # Its sessions are kept for that when on_closed is called.
+            log.debug("contributions not sent", peer=short(peer))
 
     def steps_lost(self, session: Session, code: str, reason: str) -> None:
         """For the forwards: the KV of a session is not what its log says any more."""
@@ -475,3 +544,13 @@ class NodeServer:
 
     def _now(self) -> MonotonicS:
         return MonotonicS(self._clock())
+
+
+def _decode_joined(joined: Joined, as_dtype: str) -> Any:
+    rows = []
+    for part in joined.parts:
+        try:
+            rows.append(decode_rows(part.tensor, part.payload, as_dtype=as_dtype))
+        except (RowsNotFinite, WireError) as error:
+            raise _PartUnfit(part.peer, str(error)) from error
+    return join_columns(rows)

@@ -56,6 +56,36 @@ def decode_rows(meta: TensorMeta, payload: memoryview, *, as_dtype: str = "f32")
     return rows
 
 
+def join_columns(parts_Td: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Rows of which the columns have come in parts, side by side."""
+    return torch.cat(list(parts_Td), dim=1)
+
+
+def encode_partials(parts_TW: Sequence[torch.Tensor]) -> memoryview:
+    """Contributions of several units to one exchange, ``[T, W]`` each, one after another in float32.
+
+    Raises:
+        RowsNotFinite: a receiver would blame the sender for it.
+    """
+    rows_TW = parts_TW[0] if len(parts_TW) == 1 else torch.cat(list(parts_TW))
+    rows_TW = rows_TW.detach().to(device="cpu", dtype=torch.float32).contiguous()
+    if not _all_finite(rows_TW):
+        raise RowsNotFinite("a contribution became NaN, or larger than f32 can hold")
+    return rows_TW.view(torch.uint8).numpy().reshape(-1).data
+
+
+def decode_partials(data: bytearray, num_rows: int) -> torch.Tensor:
+    """One contribution as ``[T, W]``, a view of what came.
+
+    Raises:
+        RowsNotFinite: when a value is NaN or infinite.
+    """
+    rows_TW = torch.frombuffer(data, dtype=torch.float32).view(num_rows, -1)
+    if not _all_finite(rows_TW):
+        raise RowsNotFinite("a contribution holds NaN or infinity")
+    return rows_TW
+
+
 class StepTensors:
     """The rows of one step on their way through a node: computed and encoded part by part.
 
@@ -140,4 +170,12 @@ def _all_finite(rows: torch.Tensor) -> bool:
     return bool(torch.isfinite(least) & torch.isfinite(most))
 
 
-__all__ = ["RowsNotFinite", "StepTensors", "decode_rows", "encode_rows"]
+__all__ = [
+    "RowsNotFinite",
+    "StepTensors",
+    "decode_partials",
+    "decode_rows",
+    "encode_partials",
+    "encode_rows",
+    "join_columns",
+]
