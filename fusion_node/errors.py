@@ -100,6 +100,12 @@ class ProblemsFound(FusionError):
     exit_code = 14
 
 
+class AuditFailed(FusionError):
+    """`fusion-node audit` has found something that the logs do not prove or that should not be. It is listed above."""
+
+    exit_code = 15
+
+
 class LocalProtocolError(FusionError):
     """This program broke its own rules: a bug here, never a peer's fault. Please report it."""
 

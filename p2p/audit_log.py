@@ -221,6 +221,7 @@ class AuditLog:
         view = memoryview(payload)
         row_bytes = len(view) // message.num_rows
         exchange = _EXCHANGES[message.exchange]
+        lines: list[AnyLine] = []
         start = 0
         for entry in message.entries:
             stop = start + entry.num_rows * row_bytes
@@ -237,8 +238,9 @@ class AuditLog:
                 node=entry.node,
                 alias="" if session else f"{entry.session:08x}",
             )
-            self._write(line)
+            lines.append(line)
             start = stop
+        self._write(*lines)
 
     def _tensor(self, line: AnyTensor, session: bytes, tensor: TensorMeta, payload: Buffer) -> None:
         work = partial(self._hashed, line, session, tensor, payload)
@@ -294,8 +296,8 @@ class AuditLog:
             self._write(PeerLine(number, peer))
         return number
 
-    def _write(self, line: AnyLine) -> None:
-        data = encode_line(line) + b"\n"
+    def _write(self, *lines: AnyLine) -> None:
+        data = b"".join([encode_line(line) + b"\n" for line in lines])
         with self._lock:
             if self._fd is None:
                 return

@@ -153,7 +153,7 @@ class _Session:
         self._results: list[Frame] = []
         self._partials: list[Frame] = []
         self._columns: dict[tuple[str, int], _Columns] = {}
-        self._foreign: dict[tuple[str, int, int, int], _Columns] = {}
+        self._foreign: dict[tuple[str, int, int, str, int], _Columns] = {}
         self._totals: Counter[tuple[str, str]] = Counter()
         self._contributed: dict[str, set[tuple[Exchange, str, int]]] = {}
         self._made: set[tuple[int, str, int]] = set()
@@ -337,8 +337,8 @@ class _Session:
         has = range(plan.dims.hidden) if stage is None else stage.columns_of(frame.sender)
         known = _Columns()
         known.add(own)
-        step = getattr(what, "sequence", None)
-        where = (receiver, what.epoch, layer, getattr(what, "node", 0) if step is None else step)
+        of = ("node", what.node) if isinstance(what, PartialsLine) else ("step", what.sequence)
+        where = (receiver, what.epoch, layer, *of)
         found = self._foreign.setdefault(where, known)
         found.frames.append(frame)
         # Of a linear's output, or of columns that another one holds: as many as the tensor has room for.
@@ -444,7 +444,7 @@ class _Session:
             elif sent > own:
                 text = f"{short(peer)} was sent {sent} columns of states after layer {layer}, and {own} are its own"
                 self._add(Kind.NOT_OWN, text)
-        for (peer, _, layer, _), columns in sorted(self._foreign.items()):
+        for (peer, _, layer, *_), columns in sorted(self._foreign.items()):
             kind = Kind.WHOLE if len(columns) == self._hidden else Kind.NOT_OWN
             text = f"{short(peer)} may know {len(columns)} of {self._hidden} columns of a state at layer {layer}"
             self._add(kind, text, *columns.frames)
@@ -482,7 +482,7 @@ class _Session:
     def _share_of(self, peer: str) -> NodeShare:
         places = tuple(_places(peer, self._plans.values()))
         sent = {layer: len(columns) for (who, layer), columns in self._columns.items() if who == peer}
-        for (who, _, layer, _), columns in self._foreign.items():
+        for (who, _, layer, *_), columns in self._foreign.items():
             if who == peer:
                 sent[layer] = max(sent.get(layer, 0), len(columns))
         after_layer = max(sent, key=lambda layer: (sent[layer], -layer), default=None)
@@ -527,15 +527,17 @@ class _Session:
             if stage is not None:
                 own = stage.columns_of(peer)
             yield Band(epoch, peer, layer, own.start, own.stop, How.MADE)
-        for (peer, epoch, layer, _), columns in sorted(self._foreign.items()):
+        for (peer, epoch, layer, *_), columns in sorted(self._foreign.items()):
             own = self._plans[epoch].own_columns(peer, layer)
             for start, stop in columns.without(own):
                 yield Band(epoch, peer, layer, start, stop, How.FOREIGN)
 
     def _step_view(self, entry: Entry) -> StepView:
         fractions = {peer: columns / self._hidden for peer, columns in entry.fractions.items()}
-        for (peer, epoch, _, number), columns in self._foreign.items():
-            if epoch == entry.step.epoch and number in (entry.step.sequence, entry.step.first):
+        nodes = range(entry.step.first, entry.step.first + entry.step.nodes)
+        for (peer, epoch, _, of, number), columns in self._foreign.items():
+            is_of_this = number in nodes if of == "node" else number == entry.step.sequence
+            if epoch == entry.step.epoch and is_of_this:
                 fractions[peer] = max(fractions.get(peer, 0.0), len(columns) / self._hidden)
         rows = next((frame.what.rows for parts in entry.parts.values() for frame in parts.values()
                      if isinstance(frame.what, StepLine)), entry.step.rows)  # fmt: skip

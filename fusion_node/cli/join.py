@@ -162,6 +162,13 @@ def join(
     emulate_rtt: EmulateRtt = None,
     emulate_jitter: EmulateJitter = None,
     emulate_rate: EmulateRate = None,
+    audit_log: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Record there what the node is sent and sends, without the values, for `fusion-node audit`.",
+        ),
+    ] = None,
     until_stdin_ends: Annotated[
         bool, typer.Option("--until-stdin-ends", help="Leave when standard input ends: with whoever started the node.")
     ] = False,
@@ -201,6 +208,7 @@ def join(
         price=price or 0.0,
         drain_grace_s=drain_grace,
         puzzle_bits=puzzle_bits,
+        audit_path=audit_log,
         emulated_line=emulated_line(emulate_rtt, emulate_jitter, emulate_rate),
     )
     from fusion_node.daemon.node import run_node

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 import fusion_node
+from fusion_node.cli.audit import audit
 from fusion_node.cli.ban import ban, bans, unban
 from fusion_node.cli.control import pause, resume
 from fusion_node.cli.demo import demo
@@ -46,6 +47,7 @@ app.command()(status)
 app.command()(plan)
 app.command()(place)
 app.command()(simulate)
+app.command()(audit)
 app.command()(invite)
 app.command()(peers)
 app.command(name="id")(show_id)

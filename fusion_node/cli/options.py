@@ -152,6 +152,14 @@ EmulateRate = Annotated[
         "--emulate-rate", metavar="MBIT", help="For measurements: send no more than so many Mbit/s to all together."
     ),
 ]
+AuditFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--audit",
+        metavar="FILE",
+        help="Record there what is sent to nodes and comes from them, without the values, for `fusion-node audit`.",
+    ),
+]
 Threads = Annotated[int | None, typer.Option(min=1, help="Threads to compute with; torch's own choice if not given.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for machines.")]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Name or id of a model in the store.")]

@@ -16,6 +16,7 @@ from fusion_node.cli.logs import LogFormat, configure_logs
 from fusion_node.cli.options import (
     Allow,
     AsJson,
+    AuditFile,
     Deny,
     DistinctOperators,
     DraftModelName,
@@ -107,6 +108,7 @@ def generate(
     emulate_rtt: EmulateRtt = None,
     emulate_jitter: EmulateJitter = None,
     emulate_rate: EmulateRate = None,
+    audit: AuditFile = None,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
@@ -143,6 +145,7 @@ def generate(
             speculation=speculate,
             draft_model=draft_model,
             emulated_line=line,
+            audit=audit,
             rules=rules,
             topology=topology,
             members=members,
@@ -202,6 +205,7 @@ def chat(
     emulate_rtt: EmulateRtt = None,
     emulate_jitter: EmulateJitter = None,
     emulate_rate: EmulateRate = None,
+    audit: AuditFile = None,
     home: Home = None,
 ) -> None:
     """Talk with MODEL. An empty line or Ctrl-D ends; /new starts over."""
@@ -229,6 +233,7 @@ def chat(
             speculation=speculate,
             draft_model=draft_model,
             emulated_line=line,
+            audit=audit,
             rules=rules,
             topology=topology,
             members=members,

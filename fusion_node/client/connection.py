@@ -20,6 +20,7 @@ from typing import Self
 
 import structlog
 
+import fusion_node
 from fusion_node.client.topology import LOCATE_PASSES, choose_to_measure, coordinate_of
 from fusion_node.errors import (
     ConfigError,
@@ -32,6 +33,7 @@ from fusion_node.errors import (
     ResourceExhausted,
 )
 from fusion_node.types import ModelId, PeerId, UnixS, group_id
+from p2p.audit_log import AuditLog
 from p2p.bandwidth import BandwidthMeter
 from p2p.compression import FEATURE, Compressor
 from p2p.discovery import Discovery, DiscoveryConfig, DiscoveryService
@@ -172,6 +174,10 @@ class SwarmConnection:
         emulated_line: how slow a line to pretend on this side, for demonstrations and measurements
             (p2p.link_emulation); None: none.
         dialled_back_s: see DIALLED_BACK_S.
+        audit: file to record in what is sent to nodes and comes from them (p2p.audit_log); None records nothing.
+
+    Raises:
+        ConfigError: the file cannot be written.
     """
 
     def __init__(
@@ -188,8 +194,11 @@ class SwarmConnection:
         network: Network | None = None,
         emulated_line: LineShape | None = None,
         dialled_back_s: float = DIALLED_BACK_S,
+        audit: Path | None = None,
     ) -> None:
         self.identity = identity or Identity.generate()
+        software = f"fusion-node {fusion_node.__version__}"
+        self._audit = None if audit is None else AuditLog(audit, self.identity.peer_id, software=software)
         self._peers = tuple(peers)
         self._mdns = mdns
         key = swarm_key_of(self._peers, swarm_key, now=UnixS(time.time()))
@@ -214,6 +223,7 @@ class SwarmConnection:
             on_frame=self._on_frame,
             on_closed=self._on_closed,
             features=(FEATURE,),
+            recorder=self._audit,
         )
         gate.on_change(self.links.drop_refused)
         if isinstance(self._discovery, Discovery):
@@ -262,6 +272,8 @@ class SwarmConnection:
             task.cancel()
         await asyncio.gather(*self._measuring, return_exceptions=True)
         await self.links.aclose("done")
+        if self._audit is not None:
+            self._audit.close()
         await self._discovery.aclose()
 
     async def find(self, model_id: ModelId | None, *, timeout_s: float = FIND_TIMEOUT_S) -> list[NodeRecord]:

@@ -116,6 +116,7 @@ class SwarmClient:
         tap_layers: whose rows ``drafters`` read beside those that the last stage returns: n is the row after n layers.
         emulated_line: how slow a line to pretend on this side (p2p.link_emulation); nodes do so on theirs if told
             (``join --emulate-rtt``). None: none.
+        audit: file to record in what is sent to nodes and comes from them, for `fusion-node audit` (docs/audit.md).
         connection: an existing connection; it is used and not closed.
 
     Raises:
@@ -147,8 +148,11 @@ class SwarmClient:
         drafters: Sequence[MakeDrafter] | None = None,
         tap_layers: Sequence[int] = (),
         emulated_line: LineShape | None = None,
+        audit: Path | None = None,
         connection: SwarmConnection | None = None,
     ) -> None:
+        if audit is not None and connection is not None:
+            raise ConfigError("a connection that exists already cannot be recorded from its beginning")
         self._modes = modes_of(speculation)
         if draft_model is not None and self._modes is None:
             raise ConfigError("a draft model is of no use without speculation: leave one of the two out")
@@ -171,6 +175,7 @@ class SwarmClient:
             bans=ModelStore(home).home / BAN_FILE_NAME,
             puzzle_bits=puzzle_bits,
             emulated_line=emulated_line,
+            audit=audit,
         )
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="boundary", initializer=prepare_thread)
         self._loading: asyncio.Future[tuple[Boundary, Tokenizer]] | None = None

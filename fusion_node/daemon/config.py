@@ -52,6 +52,7 @@ class NodeConfig:
         price: what the operator asks for a million positions in one layer: a tag for users' rules.
         drain_grace_s: for the users of a node that stops or is paused to take their sessions elsewhere.
         puzzle_bits: what this identity pays, and demands of others; None is p2p.puzzle.default_bits.
+        audit_path: file to record in what this node is sent and sends (p2p.audit_log); None records nothing.
         emulated_line: how slow a line to pretend, for demonstrations and measurements (p2p.link_emulation); None: none.
     """
 
@@ -85,6 +86,7 @@ class NodeConfig:
     price: float = 0.0
     drain_grace_s: float = PAUSE_GRACE_S
     puzzle_bits: int | None = None
+    audit_path: Path | None = None
     emulated_line: LineShape | None = None
 
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import filelock
 import structlog
 
+import fusion_node
 from fusion_node.daemon.config import NodeConfig, check_ports
 from fusion_node.daemon.control import control_socket
 from fusion_node.daemon.life import NodeLife
@@ -30,6 +31,7 @@ from fusion_node.store import ModelStore
 from fusion_node.types import PeerId, UnixS
 from p2p.addresses import check_bindable, parse_listen
 from p2p.allow_list import AllowList
+from p2p.audit_log import AuditLog
 from p2p.bans import FILE_NAME as BAN_FILE_NAME
 from p2p.control import RelayLimits
 from p2p.discovery import Discovery, DiscoveryConfig
@@ -139,6 +141,10 @@ class _Starter:
         allow_list = None if config.allow_path is None else AllowList(config.allow_path)
         async with contextlib.AsyncExitStack() as stack:
             identity = stack.enter_context(_own_identity(config))
+            audit = None
+            if config.audit_path is not None:
+                audit = AuditLog(config.audit_path, identity.peer_id, software=f"fusion-node {fusion_node.__version__}")
+                stack.callback(audit.close)
             gate = PeerGate(store.home / BAN_FILE_NAME, allow_list=allow_list)
             life = NodeLife(identity.peer_id, model.name, pause_grace_s=config.drain_grace_s)
             life.guarded_by(gate)
@@ -200,7 +206,9 @@ class _Starter:
             network = RoutedNetwork(websocket, Libp2pNetwork(identity, discovery, psk=psk, gate=gate, line=line))
             if not solving.done():
                 log.info("solving the puzzle of this identity, once: nobody would heed it before", bits=bits)
-            node = ServingNode(config, identity, shard, discovery, life, network, gate=gate, puzzle=await solving)
+            node = ServingNode(
+                config, identity, shard, discovery, life, network, gate=gate, puzzle=await solving, recorder=audit
+            )
             stack.push_async_callback(node.close_links)
             await node.listen(host, port + 1 if port else 0)
             node.tell_links(examiner, view)

@@ -57,6 +57,7 @@ from fusion_node.store import StoredModel
 from fusion_node.types import LayerRange, PeerId
 from p2p.bandwidth import BandwidthMeter
 from p2p.compression import FEATURE
+from p2p.connection import Recorder
 from p2p.discovery import Discovery, DiscoveryService
 from p2p.gate import PeerGate
 from p2p.identity import Identity
@@ -409,6 +410,7 @@ class ServingNode:
 
     Args:
         free_bytes: tells what it may still take of a device.
+        recorder: who is told of every frame on the data plane; None: nobody.
     """
 
     def __init__(
@@ -423,6 +425,7 @@ class ServingNode:
         gate: PeerGate,
         puzzle: bytes = b"",
         free_bytes: FreeBytes = free_memory_bytes,
+        recorder: Recorder | None = None,
     ) -> None:
         self._free_bytes = free_bytes
         self._gate = gate
@@ -454,6 +457,7 @@ class ServingNode:
             is_needed=lambda peer: bool(self._admission.touching(peer)),
             max_upload_Bps=config.max_upload_Bps,
             features=(FEATURE,),
+            recorder=recorder,
         )
         # What it knows of peers outlives the server, and others hold it; so it must not hold the first server's shard.
         self._bandwidth = BandwidthMeter(self._pool, is_busy=lambda: self._server.is_busy)

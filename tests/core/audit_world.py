@@ -5,23 +5,30 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from fusion_node.audit_records import (
+    VERSION,
     AnyEvent,
+    AnyLine,
     EndLine,
     GoneLine,
+    LogLine,
     OpenLine,
     OrderLine,
     PartialsLine,
+    PeerLine,
     PlanSeen,
     ResultLine,
     SaidLine,
+    SessionLine,
     StageSeen,
     StepLine,
     Tensor,
+    encode_line,
     name_of,
 )
 from fusion_node.slices import Dims, Exchange, exchange_width, exchanges, overlap, split
@@ -198,6 +205,18 @@ class World:
 
     def _write(self, run: Run, line: AnyEvent) -> None:
         run.events.append(msgspec.structs.replace(line, n=len(run.events) + 1))
+
+    def write(self, folder: Path) -> list[Path]:
+        """The logs as files, each named after its party."""
+        paths = []
+        for peer, run in self.runs.items():
+            head: list[AnyLine] = [LogLine(VERSION, run.peer, "test", 5.0)]
+            head += [PeerLine(number, name) for number, name in run.peers.items()]
+            head += [SessionLine(number, name) for number, name in run.sessions.items()]
+            events = [msgspec.structs.replace(event, n=number) for number, event in enumerate(run.events, start=1)]
+            paths.append(folder / f"{peer}.log")
+            paths[-1].write_bytes(b"".join(encode_line(line) + b"\n" for line in (*head, *events)))
+        return paths
 
     def logs(self, without: Iterable[str] = ()) -> list[Run]:
         return [run for peer, run in self.runs.items() if peer not in without]

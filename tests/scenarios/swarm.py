@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
@@ -19,19 +20,18 @@ from fusion_node.daemon.server import NodeServer
 from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.numerics import NumericsClass, numerics_class
 from fusion_node.engine.shard_engine import ShardEngine
-from fusion_node.engine.slice_engine import SliceEngine
-from fusion_node.engine.sliced_stage import SlicedStage
 from fusion_node.engine.stage import Stage
 from fusion_node.engine.tensor_codec import decode_rows, encode_rows
 from fusion_node.errors import FusionError
 from fusion_node.types import LayerRange, ModelId, PeerId
+from p2p.audit_log import AuditLog
 from p2p.compression import FEATURE
 from p2p.discovery import DiscoveryConfig
 from p2p.identity import Identity
 from p2p.links import LinkPool
 from p2p.memory import MemoryNetwork, MemoryWorld
 from p2p.memory_discovery import MemoryDiscovery, World
-from p2p.messages import FUSION_FEATURE, AnyMessage, OpenSession, SessionOpened, Step, TensorMeta
+from p2p.messages import AnyMessage, OpenSession, SessionOpened, Step, TensorMeta
 from p2p.records import PROTOCOL_VERSION, NodeRecord, Plan, PlanStage, ShardRecord, sign_lease, sign_plan, sign_record
 from p2p.tensor_wire import decompress
 from tests.engine.tiny import TinyModel
@@ -73,7 +73,7 @@ class Node:
 
     host: str
     identity: Identity
-    engine: ShardEngine | SliceEngine
+    engine: ShardEngine
     admission: Admission
     server: NodeServer
     pool: LinkPool
@@ -100,7 +100,6 @@ class Node:
             self.engine.numerics,
             (1e-3, 1e-3, 1e-3),
             self.admission.free_positions,
-            slice="" if self.admission.slice is None else str(self.admission.slice),
         )
         return sign_record(
             NodeRecord(
@@ -164,6 +163,8 @@ class MemorySwarm:
         self.model = model
         self.boundary = boundary
         self.nodes: list[Node] = []
+        self.audit_folder: Path | None = None
+        """Where nodes and users that are made from now on record what they are sent and send; None: nowhere."""
         self._stack = stack
         self._numbers = itertools.count()
 
@@ -173,7 +174,7 @@ class MemorySwarm:
         *,
         budget_bytes: int = 1 << 24,
         numerics: NumericsClass | None = None,
-        stage: Stage | SlicedStage | None = None,
+        stage: Stage | None = None,
         stages: Sequence[Stage] = (),
         cuts: tuple[int, ...] = (),
         max_links: int = 512,
@@ -181,19 +182,15 @@ class MemorySwarm:
         host, identity, clock = f"host{next(self._numbers)}", Identity.generate(), Clock()
         numerics = numerics or numerics_class("fp32")
         ends = (layers.start, *cuts, layers.stop)
-        engine: ShardEngine | SliceEngine
-        if isinstance(stage, SlicedStage):
-            engine = SliceEngine(stage, kv_budget_bytes=budget_bytes)
-        else:
-            stages = stages or (
-                [stage]
-                if stage
-                else [
-                    Stage.load(self.model, LayerRange(a, b), numerics=numerics, device=CPU)
-                    for a, b in itertools.pairwise(ends)
-                ]
-            )
-            engine = ShardEngine(stages, kv_budget_bytes=budget_bytes)
+        stages = stages or (
+            [stage]
+            if stage
+            else [
+                Stage.load(self.model, LayerRange(a, b), numerics=numerics, device=CPU)
+                for a, b in itertools.pairwise(ends)
+            ]
+        )
+        engine = ShardEngine(stages, kv_budget_bytes=budget_bytes)
         admission = Admission(
             peer=identity.peer_id,
             model_id=MODEL,
@@ -201,7 +198,6 @@ class MemorySwarm:
             numerics=numerics.name,
             blocks=engine.blocks,
             first_layers=engine.first_layers,
-            slice=engine.member if isinstance(engine, SliceEngine) else None,
         )
         server = NodeServer(
             engine,
@@ -210,13 +206,15 @@ class MemorySwarm:
             sign_lease=lambda lease: sign_lease(lease, identity),
             clock=clock,
         )
+        audit = None if self.audit_folder is None else AuditLog(self.audit_folder / f"{host}.log", identity.peer_id)
         pool = LinkPool(
             MemoryNetwork(self.world, identity, host),
             identity.peer_id,
             on_frame=server.on_frame,
             on_closed=server.on_closed,
             max_links=max_links,
-            features=(FEATURE, FUSION_FEATURE) if isinstance(engine, SliceEngine) else (FEATURE,),
+            features=(FEATURE,),
+            recorder=audit,
         )
         server.attach(pool)
         discovery = MemoryDiscovery(
@@ -230,6 +228,8 @@ class MemorySwarm:
         async def close() -> None:
             await server.drain(timeout_s=5.0)
             await pool.aclose()
+            if audit is not None:
+                audit.close()
             await discovery.aclose()
 
         self._stack.push_async_callback(close)
@@ -248,7 +248,10 @@ class MemorySwarm:
         host, identity = f"host{next(self._numbers)}", Identity.generate()
         discovery = MemoryDiscovery(identity, DiscoveryConfig((), (), True, False), self.discoveries, clock=time.time)
         connection = SwarmConnection(
-            identity=identity, discovery=discovery, network=MemoryNetwork(self.world, identity, host)
+            identity=identity,
+            discovery=discovery,
+            network=MemoryNetwork(self.world, identity, host),
+            audit=None if self.audit_folder is None else self.audit_folder / f"{host}.log",
         )
         await self._stack.enter_async_context(connection)
         return connection
