@@ -20,6 +20,8 @@ from fusion_node.daemon.server import NodeServer
 from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.numerics import NumericsClass, numerics_class
 from fusion_node.engine.shard_engine import ShardEngine
+from fusion_node.engine.slice_engine import SliceEngine
+from fusion_node.engine.sliced_stage import SlicedStage
 from fusion_node.engine.stage import Stage
 from fusion_node.engine.tensor_codec import decode_rows, encode_rows
 from fusion_node.errors import FusionError
@@ -31,7 +33,7 @@ from p2p.identity import Identity
 from p2p.links import LinkPool
 from p2p.memory import MemoryNetwork, MemoryWorld
 from p2p.memory_discovery import MemoryDiscovery, World
-from p2p.messages import AnyMessage, OpenSession, SessionOpened, Step, TensorMeta
+from p2p.messages import FUSION_FEATURE, AnyMessage, OpenSession, SessionOpened, Step, TensorMeta
 from p2p.records import PROTOCOL_VERSION, NodeRecord, Plan, PlanStage, ShardRecord, sign_lease, sign_plan, sign_record
 from p2p.tensor_wire import decompress
 from tests.engine.tiny import TinyModel
@@ -73,7 +75,7 @@ class Node:
 
     host: str
     identity: Identity
-    engine: ShardEngine
+    engine: ShardEngine | SliceEngine
     admission: Admission
     server: NodeServer
     pool: LinkPool
@@ -100,6 +102,7 @@ class Node:
             self.engine.numerics,
             (1e-3, 1e-3, 1e-3),
             self.admission.free_positions,
+            slice="" if self.admission.slice is None else str(self.admission.slice),
         )
         return sign_record(
             NodeRecord(
@@ -174,7 +177,7 @@ class MemorySwarm:
         *,
         budget_bytes: int = 1 << 24,
         numerics: NumericsClass | None = None,
-        stage: Stage | None = None,
+        stage: Stage | SlicedStage | None = None,
         stages: Sequence[Stage] = (),
         cuts: tuple[int, ...] = (),
         max_links: int = 512,
@@ -182,15 +185,19 @@ class MemorySwarm:
         host, identity, clock = f"host{next(self._numbers)}", Identity.generate(), Clock()
         numerics = numerics or numerics_class("fp32")
         ends = (layers.start, *cuts, layers.stop)
-        stages = stages or (
-            [stage]
-            if stage
-            else [
-                Stage.load(self.model, LayerRange(a, b), numerics=numerics, device=CPU)
-                for a, b in itertools.pairwise(ends)
-            ]
-        )
-        engine = ShardEngine(stages, kv_budget_bytes=budget_bytes)
+        engine: ShardEngine | SliceEngine
+        if isinstance(stage, SlicedStage):
+            engine = SliceEngine(stage, kv_budget_bytes=budget_bytes)
+        else:
+            stages = stages or (
+                [stage]
+                if stage
+                else [
+                    Stage.load(self.model, LayerRange(a, b), numerics=numerics, device=CPU)
+                    for a, b in itertools.pairwise(ends)
+                ]
+            )
+            engine = ShardEngine(stages, kv_budget_bytes=budget_bytes)
         admission = Admission(
             peer=identity.peer_id,
             model_id=MODEL,
@@ -198,6 +205,7 @@ class MemorySwarm:
             numerics=numerics.name,
             blocks=engine.blocks,
             first_layers=engine.first_layers,
+            slice=engine.member if isinstance(engine, SliceEngine) else None,
         )
         server = NodeServer(
             engine,
@@ -213,7 +221,7 @@ class MemorySwarm:
             on_frame=server.on_frame,
             on_closed=server.on_closed,
             max_links=max_links,
-            features=(FEATURE,),
+            features=(FEATURE, FUSION_FEATURE) if isinstance(engine, SliceEngine) else (FEATURE,),
             recorder=audit,
         )
         server.attach(pool)
