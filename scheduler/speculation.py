@@ -61,6 +61,14 @@ promised."""
 MIN_ALLOWANCE_TOKENS = 0.5
 """For a trial: with less, it would be over before it says anything."""
 
+RUN_TOKENS = 6
+RUN_PROBABILITY = 0.5
+MIN_RUN_ALLOWANCE_TOKENS = 0.0
+RUN_LOSS_TOKENS = 0.25
+"""With less still, down to this, where so many first guesses in a row were right, none of them less probable: a text
+is being copied. Such a trial may lose no more, and begins with as few rows. Without it an answer whose first guesses
+were poor would wait for 70 tokens although all that is guessed comes."""
+
 GAIN_SHARE = 0.5
 """Of what a mode has gained, that is allowed to be lost by others, up to the most there is."""
 
@@ -348,7 +356,7 @@ class Decision:
     Attributes:
         least: probability from which on a drafted node of a chain is worth its row; of CHAIN.
         least_to_draft: probability of its tip from which on a chain waits to be drafted further; of CHAIN.
-        max_rows: of a frame that may be wrong.
+        max_rows: on their way at a time that may be wrong.
         shadow_s: seconds per token that drafting may take that nothing comes of but knowledge; None: there is to be
             none. Of PLAIN.
     """
@@ -413,7 +421,7 @@ class _Measured:
 class _Worth:
     """What the guesses of some drafters have been worth: running means per token."""
 
-    __slots__ = ("any", "first", "hit", "num", "recent", "recent_sent", "sent", "worth")
+    __slots__ = ("any", "first", "hit", "num", "recent", "recent_sent", "run", "sent", "worth")
 
     def __init__(self) -> None:
         self.num = 0
@@ -422,6 +430,8 @@ class _Worth:
         """A first candidate that would have been worth its row as a node of a chain: and right, and at all."""
         self.recent = self.recent_sent = 0.0
         """How probable such candidates are, and how many there are, lately."""
+        self.run = 0
+        """First candidates no less probable than RUN_PROBABILITY that were right, since one was wrong."""
 
     def add(self, guess: Guess, least: float) -> None:
         self.num += 1
@@ -434,6 +444,10 @@ class _Worth:
         self.sent += weight * (is_sent - self.sent)
         self.recent += (guess.probability * is_sent - self.recent) / RECENT_TOKENS
         self.recent_sent += (is_sent - self.recent_sent) / RECENT_TOKENS
+        if not guess.is_first:
+            self.run = 0
+        elif guess.probability >= RUN_PROBABILITY:
+            self.run += 1
 
 
 @dataclass(slots=True)
@@ -441,10 +455,12 @@ class _Trial:
     """Of the present mode, since it was begun, in tokens beyond those of plain decode.
 
     Attributes:
+        may_lose: whatever the allowance is.
         gain, best: now, and when it was at its best.
     """
 
     since: MonotonicS
+    may_lose: float = MIN_ALLOWANCE_TOKENS
     gain: float = 0.0
     best: float = 0.0
     num_tokens: int = 0
@@ -662,7 +678,7 @@ class ModePolicy:
     def _left(self) -> float:
         """Tokens that the present mode may lose from now on."""
         trial = self._trial
-        limit = min(MAX_DRAWDOWN_TOKENS, max(0.5, self._allowance)) + DRAWDOWN_SHARE * trial.best
+        limit = min(MAX_DRAWDOWN_TOKENS, max(trial.may_lose, self._allowance)) + DRAWDOWN_SHARE * trial.best
         return limit - (trial.best - trial.gain)
 
     def _max_rows(self) -> int:
@@ -674,7 +690,8 @@ class ModePolicy:
         return max(1, min(MAX_ROWS, int(at_risk * step_s / max(costs.price_s, MIN_STEP_S))))
 
     def _may_try(self, mode: Mode) -> bool:
-        return mode in self._modes and self._allowance >= MIN_ALLOWANCE_TOKENS
+        is_copying = self._worth.run >= RUN_TOKENS and self._allowance >= MIN_RUN_ALLOWANCE_TOKENS
+        return mode in self._modes and (self._allowance >= MIN_ALLOWANCE_TOKENS or is_copying)
 
     def _believed(self, mode: Mode) -> float:
         return self.expected(mode) * self._trust[mode]
@@ -704,7 +721,8 @@ class ModePolicy:
             self._measured[mode] = _Measured()
         self.mode = mode
         self._before = None
-        self._trial = _Trial(now)
+        self._trial = _Trial(now, RUN_LOSS_TOKENS if self._allowance < MIN_ALLOWANCE_TOKENS else MIN_ALLOWANCE_TOKENS)
+        self._worth.run = 0
 
     # what they would bring
 

@@ -50,7 +50,8 @@ MAX_IN_FLIGHT = 384
 """Rows uncommitted at the stages. 256 cost 2 % of the speed at round trips of 100 ms, 512 bring nothing more."""
 
 FIRST_IN_FLIGHT = 32
-"""Until a stage has said what a row costs: many who begin at once must not bury a ring under what is worth nothing."""
+"""Until a stage has said what a row costs, and a frame how long it takes: many who begin at once must not bury a ring
+under what is worth nothing."""
 
 FRAME_ROWS = 16
 FRAME_LATENCY_S = 0.1
@@ -97,14 +98,20 @@ believed; it can make its users send little, never nothing."""
 IDLE_SHARE = 0.25
 BUSY_SHARE = 0.75
 """Of a row's price that a node must be worth: of what a row costs while nobody else waits, and of what it costs others
-beyond that. The first is small because most rows fill passes that would have been made anyway: at four times of it the
-speed of one user falls by 5 %; it grows up to all of the price as a frame's rows take more of the ring latency, since
-on near stages whose time goes by rows, with poor guesses, all of it brings 1.13 times plain decode and a quarter 0.97.
-Less of the second has 48 users of a ring send three times the rows, for no more tokens."""
+beyond that. The first is small because most rows fill passes that would be made anyway: at four times of it the
+speed of one user falls by 5 %. Less of the second has 48 users of a ring send three times the rows, for no more
+tokens."""
+
+DEAR_ROWS = 64
+DEAR_SHARE = 1.5
+"""So many rows take a ring latency where rows are dear, as on CPUs: there every row makes a pass longer, and costs the
+user's side something as well. The share grows as the square of how near the rows come to that. With the guesses of a
+head trained for half an hour, over CPU stages at round trips of 50 ms, a quarter of the price brings 1.45 times plain
+decode where each machine has cores of its own and 0.95 times where they share two, 1.5 of it 1.48 and 1.42 times."""
 
 DRAFT_SHARE = 0.2
 """Of the probability from which on nodes are sent, that they must have to be drafted from: they become five times as
-probable within a few tokens, or never."""
+probable within a few tokens, or never. All of it where rows are dear: so is drafting."""
 
 TAP_PROBABILITY = 0.15
 """From which on rows of other layers are asked for: of two or three nodes per token. Of a drafter that is right in one
@@ -115,6 +122,9 @@ FIRST_DRAFT_WAIT_S = 0.25
 """A chain waits for a draft for so many times as long as one takes, and for so long before one has come: the drafting
 thread may be at another answer's prompt, or never come back, and plain decode would not wait for it."""
 
+SHARED_PASS_SHARE = 0.2
+"""Of a pass: frames whose results come within it of one another were in the same one, if they say the same of it."""
+
 SEND_AHEAD_S = 0.0005
 """How long before a pass is expected to begin a frame is to be there: who comes just after it waits for all of it."""
 
@@ -123,6 +133,9 @@ RATE_TOKENS = 24
 
 _WEIGHT = 0.125
 """Of a new measurement in a running mean: that of TCP's round-trip time (RFC 6298)."""
+
+_RISE_WEIGHT = _WEIGHT / 8
+"""Of a higher price in the least one: prices are double where another frame waits, and fall by mistake."""
 
 
 # what the core asks of its shell, and tells it
@@ -285,6 +298,38 @@ class _TimeByRows:
         return max(0.0, self._seconds + slope * (num_rows - self._rows))
 
 
+class _PassTime(_TimeByRows):
+    """The same of a stage, told frame by frame; of one row for itself, since on CPUs the second costs most.
+
+    Frames that shared a pass tell the same time and come back together: their rows count as one pass's. Taken for a
+    pass of its own, a row that met others would seem to take as long as they did.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._last_rows, self._last_s, self._came_at = 0, 0.0, MonotonicS(0.0)
+        """Of the last pass, which is not learned yet."""
+        self._alone_s = 0.0
+
+    def learn(self, num_rows: int, seconds: float) -> None:
+        super().learn(num_rows, seconds)
+        if num_rows == 1:
+            seconds = min(max(seconds, 0.0), MAX_PACE_S)
+            self._alone_s += (_WEIGHT if self._alone_s else 1.0) * (seconds - self._alone_s)
+
+    def frame_came(self, num_rows: int, pass_s: float, *, now: MonotonicS) -> None:
+        is_shared = self._last_rows and pass_s == self._last_s and now - self._came_at < SHARED_PASS_SHARE * pass_s
+        if self._last_rows and not is_shared:
+            self.learn(self._last_rows, self._last_s)
+        self._last_rows = num_rows + (self._last_rows if is_shared else 0)
+        self._last_s, self._came_at = pass_s, now
+
+    def predict(self, num_rows: int) -> float:
+        if num_rows == 1 and self._alone_s:
+            return self._alone_s
+        return super().predict(num_rows) if self.is_known else min(max(self._last_s, 0.0), MAX_PACE_S)
+
+
 def _believed(price_s: float) -> float:
     return min(max(0.0, price_s), MAX_PRICE_S)
 
@@ -371,10 +416,10 @@ class SpeculationCore:
         self._choose_s = 0.0
         self._row_s = 0.0
         """By how much a row has delayed the frame that it was in; a running mean."""
-        self._passes: list[_TimeByRows] = []
+        self._passes: list[_PassTime] = []
         self._prices: list[float] = []
         self._least_prices: list[float] = []
-        """What a row costs while nobody else waits, as far as was seen."""
+        """What a row costs while nobody else waits: near the least that was seen lately."""
         self._uplink_row_s = 0.0
         self._commit_times: deque[MonotonicS] = deque(maxlen=RATE_TOKENS + 1)
         self._events: deque[SpeculationEvent] = deque()
@@ -400,7 +445,7 @@ class SpeculationCore:
             LocalProtocolError: a row was not awaited.
         """
         sent = self._frames.get(sequence)
-        self._measure(sequence, costs, now)
+        self._measure(sequence, len(rows), costs, now)
         for node_id, row in rows:
             node = self._in_flight.pop(node_id, None)
             if node is None:
@@ -671,15 +716,16 @@ class SpeculationCore:
         if root.id and not all(node.is_live for node in self._in_flight.values()):
             self._events.append(CancelDead(root.id))
 
-    def _measure(self, sequence: int, costs: Sequence[StageCost], now: MonotonicS) -> None:
+    def _measure(self, sequence: int, num_rows: int, costs: Sequence[StageCost], now: MonotonicS) -> None:
         if len(costs) != len(self._passes):
-            self._passes = [_TimeByRows() for _ in costs]
+            self._passes = [_PassTime() for _ in costs]
             self._prices = [_believed(cost.price_s) for cost in costs]
             self._least_prices = list(self._prices)
         for index, cost in enumerate(costs):
             price = _believed(cost.price_s)
             self._prices[index] += _WEIGHT * (price - self._prices[index])
-            self._least_prices[index] = min(self._least_prices[index], price)
+            rise = price - self._least_prices[index]
+            self._least_prices[index] += rise * (_WEIGHT if rise < 0.0 else _RISE_WEIGHT)
         stats = self.stats
         stats.price_s = sum(self._prices) + self._uplink_row_s
         draft_s = self._draft_time.predict(1)
@@ -688,8 +734,9 @@ class SpeculationCore:
         sent = self._frames.pop(sequence, None)
         if sent is None:
             return  # the prompt's, which says nothing of how long a frame takes
-        for passes, cost in zip(self._passes, costs, strict=True):
-            passes.learn(sent.num_rows, cost.pass_s)
+        if num_rows == len(sent.want):  # else some have died on the way, and nobody says where
+            for passes, cost in zip(self._passes, costs, strict=True):
+                passes.frame_came(sent.num_rows, cost.pass_s, now=now)
         took = now - sent.sent_at
         stats.latency_s = took if not stats.latency_s else stats.latency_s + _WEIGHT * (took - stats.latency_s)
         if self._decision.mode is not Mode.PLAIN:
@@ -752,7 +799,7 @@ class SpeculationCore:
         if root.state is NodeState.UNSENT:
             root.state = NodeState.SENT
             nodes.append(root)
-        room = min(self._room(), min(self._frame_rows(), 1 + self._decision.max_rows) - len(nodes))
+        room = min(self._room(), self._frame_rows() - len(nodes))
         while room > 0 and (node := self._tree.pop_unsent(least)) is not None:
             node.state = NodeState.SENT
             nodes.append(node)
@@ -762,9 +809,15 @@ class SpeculationCore:
     def _delay_s(self) -> float:
         """By how much a row delays what is committed, here and elsewhere."""
         idle_s = sum(self._least_prices)
-        row_s = idle_s + self._uplink_row_s
-        dear = min(1.0, FRAME_ROWS * row_s / self.stats.latency_s) if self.stats.latency_s else 0.0
-        return (IDLE_SHARE + (1.0 - IDLE_SHARE) * dear) * row_s + BUSY_SHARE * (sum(self._prices) - idle_s)
+        share = IDLE_SHARE + (DEAR_SHARE - IDLE_SHARE) * self._dearness()
+        return share * (idle_s + self._uplink_row_s) + BUSY_SHARE * (sum(self._prices) - idle_s)
+
+    def _dearness(self) -> float:
+        """Of rows: from 0, where a frame's rows add next to nothing to its latency, to 1, where they are most of it."""
+        row_s = sum(self._least_prices) + self._uplink_row_s
+        # Not that of frames that wait for one another: who is late himself would take rows for cheap.
+        latency_s = self._policy.plain_s or self.stats.latency_s or FRAME_LATENCY_S
+        return min(1.0, (DEAR_ROWS * row_s / latency_s) ** 2)
 
     def _chain(self) -> list[TreeNode]:
         """The root, and below it the first candidates of each as far as they are worth a row."""
@@ -809,8 +862,10 @@ class SpeculationCore:
         """Rows that may be sent on a guess, one being kept free for what is known."""
         num_live = sum(node.is_live for node in self._log_live)
         slots = self._log_positions + len(self._log_live) + self._num_resend
-        most = self._max_in_flight if self._prices else min(self._max_in_flight, FIRST_IN_FLIGHT)
-        return min(most - num_live, self.max_positions - 2 - slots)
+        is_known = self._prices and self._policy.plain_s is not None
+        most = self._max_in_flight if is_known else min(self._max_in_flight, FIRST_IN_FLIGHT)
+        num_guessed = len(self._in_flight) - (self._tree.root.id in self._in_flight)
+        return min(most - num_live, self.max_positions - 2 - slots, self._decision.max_rows - num_guessed)
 
     def _frame_rows(self) -> int:
         if self._is_wire_slow():
@@ -822,7 +877,7 @@ class SpeculationCore:
         return SLOW_WIRE_ROWS * self._uplink_row_s > self._pass_s(1)
 
     def _pass_s(self, num_rows: int) -> float:
-        return max((each.predict(num_rows) for each in self._passes if each.is_known), default=FIRST_PACE_S)
+        return max((each.predict(num_rows) for each in self._passes), default=0.0) or FIRST_PACE_S
 
     def _emit(self, nodes: list[TreeNode], now: MonotonicS) -> None:
         root = self._tree.root
@@ -909,7 +964,7 @@ class SpeculationCore:
         times = self._commit_times
         if len(times) > 1 and now > times[0]:
             return (len(times) - 1) / (now - times[0])
-        return 1.0 / self._policy.plain_s if self._policy.plain_s else 0.0
+        return 1.0 / (self._policy.plain_s or FRAME_LATENCY_S)
 
     # drafting
 
@@ -924,7 +979,8 @@ class SpeculationCore:
                 nodes = self._chain_to_draft()
             case Mode.TREE:
                 room, most = MAX_TREE_NODES - self._tree.num_live, self._nodes_per_draft()
-                least = max(LEAST_PROBABILITY, DRAFT_SHARE * self.stats.least)
+                share = DRAFT_SHARE + (1.0 - DRAFT_SHARE) * self._dearness()
+                least = max(LEAST_PROBABILITY, share * self.stats.least)
                 while room > 0 and len(nodes) < most:
                     node = self._tree.pop_unexpanded(least)
                     if node is None:

@@ -19,6 +19,7 @@ ONE_CPU = (Costs(1, 0.0004, fixed_s=0.02, row_s=0.004, user_s=0.0005), UserCosts
 GPUS = (Costs(3, 0.0004, user_s=0.0005), UserCosts(0.001, 0.003))
 FAR_GPUS = (Costs(4, 0.05), UserCosts(0.001, 0.003))
 HOME_UPLINKS = (Costs(4, 0.06, wire_row_s=0.004), UserCosts(0.001, 0.003))
+FAR_CPUS = (Costs(3, 0.05, fixed_s=0.018, row_s=0.0014, user_s=0.0015), UserCosts(0.009, 0.004))
 RINGS = (CPU_PAIR, DEAR_ROWS, ONE_CPU, GPUS, FAR_GPUS, HOME_UPLINKS)
 
 MAX_LOSS = 0.03
@@ -86,3 +87,17 @@ def test_after_an_answer_that_nobody_guessed_a_copied_one_is_as_fast_as_if_it_wa
     answer(Text([((NOVEL, POOR), 150)], 5), policy)
     # A few plain steps, until the guesses are believed.
     assert answer(copy, policy)[0] <= min(answer(copy, only(mode))[0] for mode in Mode) / 0.9 + 8 * step_s
+
+
+@pytest.mark.parametrize(
+    ("profiles", "most_rows"), [((COPY,), 2.5), ((COPY, NOVEL), 3.5), ((NOVEL,), 5.0), ((NOVEL, POOR), 3.0)]
+)
+def test_where_rows_are_dear_a_tree_sends_few_and_is_as_fast_as_a_chain(
+    profiles: tuple[tuple[float, ...], ...], most_rows: float
+) -> None:
+    """Rows per token: on cores that stages, drafter and LM head share, ten of them take more than a tree brings."""
+    text = Text([(profiles, 150)], 3)
+    chain_s, _ = answer_s(*FAR_CPUS, text, only(Mode.CHAIN))
+    tree_s, core = answer_s(*FAR_CPUS, text, only(Mode.TREE))
+    assert tree_s <= chain_s
+    assert core.stats.num_rows <= most_rows * len(text)

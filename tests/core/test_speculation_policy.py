@@ -261,6 +261,17 @@ def test_a_copy_after_an_answer_that_was_guessed_badly_is_sped_up_within_a_few_t
     assert Mode.PLAIN not in session.modes[-4:]
 
 
+@pytest.mark.parametrize("num_tokens", [10, 24])
+def test_a_text_that_begins_to_be_copied_need_not_wait_for_what_a_poor_trial_has_cost(num_tokens: int) -> None:
+    session = Session(ModePolicy((Mode.PLAIN, Mode.TREE)))
+    session.run(speeds(10, 7, 7), num_tokens, acceptance=0.7, probability=0.45)
+    assert session.modes[1] is Mode.TREE
+    assert session.modes[-1] is Mode.PLAIN
+    session.modes.clear()
+    session.run(speeds(10, 30, 40), 60, acceptance=1.0, probability=0.95)
+    assert set(session.modes[8:]) == {Mode.TREE}
+
+
 def test_nothing_is_tried_that_guesses_speak_against() -> None:
     session = Session(ModePolicy())
     session.run(speeds(10, 9, 9), 300, acceptance=0.0)
