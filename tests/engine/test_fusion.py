@@ -21,7 +21,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 
+from fusion_node.engine.architectures import ARCHITECTURES
 from fusion_node.engine.block_manager_core import BLOCK_SLOTS
 from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.fusion_group import FusionGroup, Sent
@@ -36,7 +38,7 @@ from fusion_node.errors import ConfigError, InvalidLayers, LocalProtocolError, R
 from fusion_node.slices import Exchange, ModelSlice
 from fusion_node.store import ModelStore, StoredModel
 from fusion_node.types import LayerRange
-from tests.engine.test_parity import FP32, LLAMA3, MAX_ERROR, YARN, Pipeline, run_mixed_batches
+from tests.engine.test_parity import FP32, LAYERS_ALIKE, LLAMA3, MAX_ERROR, YARN, Pipeline, run_mixed_batches
 from tests.engine.test_shard_engine import Server, close_to
 from tests.engine.tiny import TinyModel, tiny_model
 
@@ -45,15 +47,7 @@ CPU = torch.device("cpu")
 F16R32 = numerics_class("f16r32")
 WHOLE = LayerRange(0, 7)
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {},
-    "qwen2": {},
-    "qwen3": {},
-    "qwen3_moe": {"decoder_sparse_step": 1, "mlp_only_layers": []},
-    "mixtral": {},
-}
-"""With what has to differ from the tiny models of other tests: a group's layers are all alike."""
+FAMILIES = [name for name, family in ARCHITECTURES.items() if family.fuses]
 
 GROUPS = [(1,), (5, 2), (1, 1, 1), (3, 1, 2, 1)]
 """Of two KV heads with two query heads each: from three members on KV heads are held twice, and four have a query head
@@ -77,7 +71,7 @@ def whole(model_type: str) -> tuple[TinyModel, Stage]:
 
 
 def fusing_model(model_type: str, **overrides: Any) -> TinyModel:
-    model = tiny_model(model_type, **{**FAMILIES[model_type], **overrides})
+    model = tiny_model(model_type, **{**LAYERS_ALIKE.get(model_type, {}), **overrides})
     with torch.no_grad():
         for name, tensor in model.whole.named_parameters():
             if name.endswith("norm.weight"):  # else all ones, of which any slice would do
@@ -605,28 +599,32 @@ def test_what_is_kept_for_steps_goes_with_the_kv() -> None:
 
 
 @pytest.mark.slow
-def test_groups_of_the_built_in_model_say_what_the_pipeline_says(builtin_model: StoredModel) -> None:
-    torch.set_num_threads(2)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("weights", [(1, 1), (1, 1, 1), (1, 1, 1, 1)], ids=len)
+def test_a_group_of_the_built_in_model_says_what_the_pipeline_says(
+    weights: tuple[int, ...], builtin_model: StoredModel
+) -> None:
     boundary = Boundary.load(builtin_model, numerics=FP32, device=CPU)
     layers = LayerRange(0, builtin_model.num_layers)
     stage = Stage.load(builtin_model, layers, numerics=FP32, device=CPU)
-    tokens = np.random.default_rng(1).integers(1000, 20_000, (2, 9)).tolist()
-    for weights in ((1, 1), (1, 1, 1), (1, 1, 1, 1)):
-        twins = Twins(stage, FusionGroup.load(builtin_model, layers, weights, numerics=FP32, num_slots=128), 128)
-        said: list[list[list[int]]] = [[list(ids), list(ids)] for ids in tokens]
-        for turn in range(32):
-            batch = []
-            for n, (ours, theirs) in enumerate(said):
-                assert ours == theirs
-                first = 0 if turn == 0 else len(ours) - 1
-                batch.append(chain_step(boundary.embed(ours[first:]), first, range(64 * n, 64 * n + 64)))
-            for result, which in zip(twins.both(batch), (0, 1), strict=True):
-                for n, rows_TD in enumerate(result):
-                    said[n][which].append(int(boundary.logits(rows_TD[-1:])[0].argmax()))
-        assert all(ours == theirs and len(ours) == 9 + 32 for ours, theirs in said)
-        errors = " ".join(f"{error:.1e}" for _, error in sorted(twins.largest_errors.items()))
-        print(f"\n{len(weights)} members, largest relative error of a row after each layer: {errors}")
-        assert max(twins.largest_errors.values()) <= MAX_ERROR
+    twins = Twins(stage, FusionGroup.load(builtin_model, layers, weights, numerics=FP32, num_slots=128), 128)
+    texts = ["The capital of France is", "def fibonacci(n):\n    "]
+    tokenizer = Tokenizer.from_file(str(builtin_model.path / "tokenizer.json"))
+    said: list[tuple[list[int], list[int]]] = [(tokenizer.encode(t).ids, tokenizer.encode(t).ids) for t in texts]
+    for turn in range(32):
+        batch = []
+        for n, (ours, theirs) in enumerate(said):
+            assert ours == theirs
+            first = 0 if turn == 0 else len(ours) - 1
+            batch.append(chain_step(boundary.embed(ours[first:]), first, range(64 * n, 64 * n + 64)))
+        for which, result in enumerate(twins.both(batch)):
+            for n, rows_TD in enumerate(result):
+                said[n][which].append(int(boundary.logits(rows_TD[-1:])[0].argmax()))
+    assert all(ours == theirs for ours, theirs in said)
+    errors = " ".join(f"{error:.1e}" for _, error in sorted(twins.largest_errors.items()))
+    print(f"\n{len(weights)} members, largest relative error of a row after each layer: {errors}")
+    print([tokenizer.decode(ours) for ours, _ in said])
+    assert max(twins.largest_errors.values()) <= MAX_ERROR
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from fusion_node.engine.attention import Group
 from fusion_node.engine.block_manager_core import SlotMove
 from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.device import prepare_thread
+from fusion_node.engine.fusion_group import FusionGroup
 from fusion_node.engine.kv_cache import KVLayout, KVPool
 from fusion_node.engine.latent_attention import is_cheaper_absorbed
 from fusion_node.engine.numerics import numerics_class
@@ -234,14 +235,48 @@ class Row:
     model_type: str
     kv: str
     max_error: float
+    fused_error: float | None
+    """Of a fusion group; None for a family that does not fuse."""
 
     def __str__(self) -> str:
         family = ARCHITECTURES[self.model_type]
         wrapped = f", in `{family.wrapped_by}`" if family.wrapped_by else ""
         features = ", ".join(family.features) or "—"
-        # A power of ten above it, and not below what is asked for: the digits differ from machine to machine.
-        bound = 10 ** math.ceil(math.log10(max(self.max_error, MAX_ERROR)))
-        return f"| `{self.model_type}`{wrapped} | {features} | {self.kv} | {bound:.0e} |"
+        fused = "—" if self.fused_error is None else bound_above(self.fused_error)
+        return f"| `{self.model_type}`{wrapped} | {features} | {self.kv} | {bound_above(self.max_error)} | {fused} |"
+
+
+def bound_above(error: float) -> str:
+    """A power of ten above it, and not below what is asked for: the digits differ from machine to machine."""
+    return f"{10 ** math.ceil(math.log10(max(error, MAX_ERROR))):.0e}"
+
+
+LAYERS_ALIKE: dict[str, dict[str, object]] = {"qwen3_moe": {"decoder_sparse_step": 1, "mlp_only_layers": []}}
+"""What differs from the tiny models where a fusion group serves them: all layers or none have experts."""
+
+
+class Fused:
+    """A fusion group of three members in the place of a stage and of its pool."""
+
+    def __init__(self, model: TinyModel, num_slots: int) -> None:
+        self.group = FusionGroup.load(model, LayerRange(0, 7), (2, 1, 1), numerics=FP32, num_slots=num_slots)
+
+    def forward(self, batch: list[StepInput], pool: object) -> list[torch.Tensor]:
+        return self.group.forward(batch)
+
+    def move(self, move: SlotMove) -> None:
+        self.group.move(move)
+
+
+@cache
+def measured_fused(model_type: str) -> float | None:
+    if not ARCHITECTURES[model_type].fuses:
+        return None
+    model = tiny_model(model_type, **LAYERS_ALIKE.get(model_type, {}))
+    pipe = Pipeline(model, cuts=(0,))
+    fused = Fused(model, NUM_SESSIONS * (pipe.max_positions + BLOCK_SLOTS))
+    pipe.stages, pipe.pools = [fused], [fused]  # type: ignore[list-item]
+    return run_mixed_batches(pipe)
 
 
 @cache
@@ -249,7 +284,7 @@ def measured(model_type: str) -> Row:
     pipe = Pipeline(tiny_model(model_type))
     layouts = {layout for stage in pipe.stages for layout in stage.kv_layouts}
     heads = [f"{k.num_heads} × ({k.key_dim} + {k.value_dim})" for k in sorted(layouts, key=lambda k: k.value_dim)]
-    return Row(model_type, ", ".join(heads), run_mixed_batches(pipe))
+    return Row(model_type, ", ".join(heads), run_mixed_batches(pipe), measured_fused(model_type))
 
 
 @pytest.mark.parametrize("model_type", ARCHITECTURES)
@@ -257,9 +292,17 @@ def test_mixed_packed_batches_over_uneven_stages_equal_the_whole_model(model_typ
     assert measured(model_type).max_error <= MAX_ERROR
 
 
+def test_what_is_said_to_fuse_equals_the_whole_model_as_a_group() -> None:
+    errors = [measured_fused(name) for name, family in ARCHITECTURES.items() if family.fuses]
+    assert len(errors) >= 5
+    assert all(error is not None and error <= MAX_ERROR for error in errors)
+
+
 def table() -> str:
-    head = "| `model_type` | beside the plain form | KV per position and layer | largest error below |"
-    return "\n".join([head, "| --- | --- | --- | --- |", *(str(measured(name)) for name in ARCHITECTURES)])
+    head = (
+        "| `model_type` | beside the plain form | KV per position and layer | largest error below | in a fusion group |"
+    )
+    return "\n".join([head, "| --- | --- | --- | --- | --- |", *(str(measured(name)) for name in ARCHITECTURES)])
 
 
 def page_as_it_should_be() -> str:
