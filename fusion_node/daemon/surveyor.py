@@ -39,6 +39,7 @@ class Surveyor:
     Args:
         table: whose records say who there is.
         own: layers that are served now; None while there are none, and then nobody is dialled.
+        is_member: this node holds a slice of them, so that others who hold slices of them may be in its group.
         is_idle: whether nobody would miss the line.
         is_needed: whether a session depends on the connection with a peer.
         clock, unix_clock: monotonic and Unix seconds.
@@ -53,6 +54,7 @@ class Surveyor:
         *,
         model_id: ModelId,
         own: Callable[[], LayerRange | None],
+        is_member: bool = False,
         is_idle: Callable[[], bool],
         is_needed: Callable[[PeerId], bool],
         core: SurveyorCore | None = None,
@@ -65,6 +67,7 @@ class Surveyor:
         self._table = table
         self._model_id = model_id
         self._own = own
+        self._is_member = is_member
         self._is_idle = is_idle
         self._is_needed = is_needed
         self._clock = clock
@@ -133,8 +136,13 @@ class Surveyor:
         return records
 
     def _may_hand_over(self, own: LayerRange | None, record: NodeRecord) -> bool:
+        """Rows to the next stage, or partial sums to another member of a group."""
         return own is not None and any(
-            shard.model_id == self._model_id and is_neighbour(own, LayerRange(shard.start, shard.stop))
+            shard.model_id == self._model_id
+            and (
+                is_neighbour(own, LayerRange(shard.start, shard.stop))
+                or (self._is_member and shard.slice != "" and shard.start < own.stop and own.start < shard.stop)
+            )
             for shard in record.shards
         )
 

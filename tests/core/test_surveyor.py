@@ -32,6 +32,7 @@ class Node:
     meter: BandwidthMeter
     address: str
     closed: list[PeerId] = field(default_factory=list)
+    slice: str = ""
 
     @property
     def peer(self) -> PeerId:
@@ -47,6 +48,7 @@ class Node:
             numerics="fp32",
             seconds_per_layer=(0.01, 0.01, 0.1),
             kv_free_tokens=100,
+            slice=self.slice,
         )
         record = NodeRecord(
             version=PROTOCOL_VERSION,
@@ -122,6 +124,7 @@ def survey(
         table,
         model_id=MODEL,
         own=lambda: node.layers if is_serving() else None,
+        is_member=bool(node.slice),
         is_idle=lambda: is_idle,
         is_needed=lambda peer: peer in (needed or set()),
         core=SurveyorCore(random.Random(1), now=clock.now),
@@ -154,6 +157,20 @@ async def test_neighbours_are_measured_and_their_connections_ended(swarm: Swarm)
     assert 0.0 <= announced.seconds < 1.0
     assert own.pool.links() == []
     assert surveyor.coordinate().height > 0.0
+
+
+async def test_whoever_holds_a_slice_measures_those_that_may_be_in_its_group(swarm: Swarm) -> None:
+    own, other, whole, elsewhere = [await swarm.node(*layers) for layers in ((0, 10), (0, 10), (0, 10), (12, 20))]
+    own.slice, other.slice, elsewhere.slice = "0/2", "1/2", "1/2"
+    clock = Clock()
+    surveyor = survey(own, table_of(own, other, whole, elsewhere), clock, is_idle=False)
+    await run(surveyor, clock, until=60.0)
+    (announced,) = surveyor.round_trips()
+    assert announced.peer_digest == digest_key_of(other.peer).to_bytes(8, "little")
+    # Nor is it worth the connection of a node that holds all of these layers.
+    of_whole = survey(whole, table_of(own, other, whole, elsewhere), clock, is_idle=False)
+    await run(of_whole, clock, until=120.0)
+    assert of_whole.round_trips() == ()
 
 
 async def test_a_node_that_serves_nothing_for_now_dials_nobody(swarm: Swarm) -> None:

@@ -80,6 +80,7 @@ def home(model: TinyModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Member:
     """A node of whole layers, or of a slice of them."""
 
+    host: str
     identity: Identity
     server: NodeServer
     admission: Admission
@@ -168,7 +169,7 @@ class Fusion:
         discovery = MemoryDiscovery(identity, config, self.swarm.discoveries, clock=time.time)
         await discovery.start()
         await discovery.announce(record(), [self.stored.model_id])
-        made = Member(identity, server, admission, pool, discovery)
+        made = Member(host, identity, server, admission, pool, discovery)
 
         async def close() -> None:
             if made.is_up:
@@ -319,6 +320,61 @@ async def test_member_of_the_second_group_is_replaced_by_replay_from_the_first(f
     assert stats.token_ids == expected
     assert peers(stats) == [ids(first), ids([second[0], spare, second[2]])]
     assert [repair.kind for repair in stats.repairs] == ["patched"]
+
+
+@pytest.mark.parametrize("speculation", ["off", "tree"])
+async def test_member_of_the_first_group_is_replaced_and_the_second_goes_on(fusion: Fusion, speculation: str) -> None:
+    [expected] = await by_pipeline(fusion, GREEDY)
+    first = await fusion.group("0:1", "0/2", "1/2")
+    second = await fusion.group("1:4", "0/3", "1/3", "2/3")
+    spare = await fusion.node("0:1", "0/2", ms=5.0)
+    client = await fusion.client(speculation=speculation)
+    killing: list[asyncio.Task[None]] = []
+
+    def kill(count: int) -> None:
+        if count == 5:
+            killing.append(asyncio.ensure_future(first[0].kill()))
+
+    stats = await answer(client, on_piece=kill)
+    await asyncio.gather(*killing)
+    assert stats.token_ids == expected
+    assert peers(stats) == [ids([spare, first[1]]), ids(second)]
+    assert [repair.kind for repair in stats.repairs] == ["patched"]
+
+
+async def test_member_that_freezes_is_found_out_and_replaced(fusion: Fusion) -> None:
+    [expected] = await by_pipeline(fusion, GREEDY)
+    nodes = await fusion.group("0:4", "0/3", "1/3", "2/3")
+    spare = await fusion.node("0:4", "1/3", ms=5.0)
+    client = await fusion.client()
+
+    def freeze(count: int) -> None:
+        if count == 5:
+            for host in {channel.host for channel in fusion.swarm.world.channels}:
+                fusion.swarm.world.black_hole(nodes[1].host, host)
+
+    stats = await answer(client, on_piece=freeze)
+    assert stats.token_ids == expected
+    assert peers(stats) == [ids([nodes[0], spare, nodes[2]])]
+    assert {repair.peer for repair in stats.repairs} == {nodes[1].peer}
+
+
+async def test_member_that_leaves_hands_its_place_over_while_the_answer_goes_on(fusion: Fusion) -> None:
+    [expected] = await by_pipeline(fusion, GREEDY)
+    nodes = await fusion.group("0:4", "0/3", "1/3", "2/3")
+    spare = await fusion.node("0:4", "2/3", ms=5.0)
+    client = await fusion.client()
+    leaving: list[asyncio.Task[None]] = []
+
+    def leave(count: int) -> None:
+        if count == 4:
+            leaving.append(asyncio.ensure_future(nodes[2].server.drain(timeout_s=5.0, grace_s=30.0)))
+
+    stats = await answer(client, on_piece=leave)
+    await asyncio.gather(*leaving)
+    assert stats.token_ids == expected
+    assert peers(stats) == [ids([nodes[0], nodes[1], spare])]
+    assert [(repair.cause, repair.peer) for repair in stats.repairs] == [("draining", nodes[2].peer)]
 
 
 async def test_without_a_spare_the_error_names_the_member_and_the_slice(fusion: Fusion) -> None:
