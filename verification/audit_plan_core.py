@@ -82,6 +82,7 @@ class RoutePlan:
     ways_into: tuple[tuple[Way, ...], ...] = field(init=False)
     exchanges: tuple[Exchange, ...] = field(init=False)
     _ways: dict[tuple[str, str], list[Way]] = field(init=False)
+    _stages_of: dict[tuple[str, ...], Stage | None] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         ends = [each.start for each in self.seen.stages[1:]] + [self.seen.stages[-1].stop]
@@ -109,7 +110,10 @@ class RoutePlan:
 
     def stage_of(self, *peers: str) -> Stage | None:
         """The first in which all of them are."""
-        return next((stage for stage in self.stages if all(peer in stage.peers for peer in peers)), None)
+        if peers not in self._stages_of:  # asked for every frame
+            found = (stage for stage in self.stages if all(peer in stage.peers for peer in peers))
+            self._stages_of[peers] = next(found, None)
+        return self._stages_of[peers]
 
     def serves(self, peer: str) -> bool:
         return self.stage_of(peer) is not None

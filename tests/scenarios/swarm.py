@@ -126,8 +126,11 @@ class Node:
 class Raw:
     """A peer with a pool of links and no manners: sends whatever it is told, and keeps what it gets."""
 
-    def __init__(self, world: MemoryWorld, host: str, identity: Identity | None = None) -> None:
+    def __init__(
+        self, world: MemoryWorld, host: str, identity: Identity | None = None, audit_folder: Path | None = None
+    ) -> None:
         self.identity = identity or Identity.generate()
+        self._audit = None if audit_folder is None else AuditLog(audit_folder / f"{host}.log", self.peer)
         self.host = host
         self.frames: list[tuple[PeerId, AnyMessage, bytes]] = []
         self.lost: list[tuple[PeerId, FusionError]] = []
@@ -136,7 +139,13 @@ class Raw:
             self.peer,
             on_frame=lambda peer, message, payload: self.frames.append((peer, message, bytes(payload))),
             on_closed=lambda peer, error: self.lost.append((peer, error)),
+            recorder=self._audit,
         )
+
+    async def aclose(self) -> None:
+        await self.pool.aclose()
+        if self._audit is not None:
+            self._audit.close()
 
     @property
     def peer(self) -> PeerId:
@@ -265,8 +274,8 @@ class MemorySwarm:
         return connection
 
     def stranger(self, identity: Identity | None = None) -> Raw:
-        raw = Raw(self.world, f"host{next(self._numbers)}", identity)
-        self._stack.push_async_callback(raw.pool.aclose)
+        raw = Raw(self.world, f"host{next(self._numbers)}", identity, self.audit_folder)
+        self._stack.push_async_callback(raw.aclose)
         return raw
 
     async def with_session(self, nodes: Sequence[Node]) -> tuple[Raw, Plan]:
