@@ -257,6 +257,66 @@ def test_rows_that_shared_a_pass_do_not_seem_to_take_as_long_alone() -> None:
     assert due - made.now == pytest.approx(0.015, abs=0.002)
 
 
+DEAR_S = 0.002
+"""Of a row on each of three stages, where a step takes 0.1 s."""
+
+
+def dear_shell(price_s: float) -> Shell:
+    """A few tokens that nobody guessed, one after the other; the last one has just been sent."""
+    made = shell(price_s=price_s)
+    for step in range(5):
+        if step:
+            made.now = 0.1 * step
+            made.frame_returns(costs=[StageCost(0.02, price_s)] * 3, wrong=frozenset(range(100)))
+        made.now += 0.005
+        while made.is_asked:
+            made.draft(probability=0.0005)
+    return made
+
+
+@pytest.mark.parametrize(("probability", "is_sent"), [(0.3, False), (0.6, True)])
+def test_where_rows_are_dear_guesses_that_bring_little_wait_for_the_next_frame(
+    probability: float, is_sent: bool
+) -> None:
+    for price_s in (0.00001, DEAR_S):
+        made = dear_shell(price_s)
+        made.now += 0.1
+        made.frame_returns(costs=[StageCost(0.02, price_s)] * 3, wrong=frozenset(range(100)))
+        made.tick(made.now + 0.02)  # the draft does not come in time
+        num_frames = len(made.frames)
+        assert made.frames[-1].advance == made.frames[-1].first_node
+        made.draft(probability)
+        made.tick(made.now + 0.05)
+        assert (len(made.frames) > num_frames) is (is_sent or price_s < DEAR_S)
+        if not is_sent and price_s == DEAR_S:
+            assert made.core.get_timer() is None, "nothing is to be done until something comes"
+
+
+def test_where_rows_are_dear_a_token_that_nobody_guessed_takes_along_what_may_follow() -> None:
+    for price_s in (0.00001, DEAR_S):
+        made = dear_shell(price_s)
+        num_frames = len(made.frames)
+        made.now += 0.1
+        made.frame_returns(costs=[StageCost(0.02, price_s)] * 3, wrong=frozenset(range(100)))
+        assert len(made.frames) - num_frames == (price_s < DEAR_S)
+        made.now += 0.004
+        made.draft(0.6)
+        assert len(made.frames) - num_frames == 1
+        assert len(made.frames[-1].tokens) == (1 if price_s < DEAR_S else 2)
+
+
+def test_a_token_that_nobody_guessed_waits_no_longer_than_a_pass_takes() -> None:
+    made = dear_shell(DEAR_S)
+    num_frames = len(made.frames)
+    made.now += 0.1
+    made.frame_returns(costs=[StageCost(0.02, DEAR_S)] * 3, wrong=frozenset(range(100)))
+    due = made.core.get_timer()
+    assert due is not None
+    assert made.now < due <= made.now + 0.02
+    made.tick(due)
+    assert len(made.frames) == num_frames + 1
+
+
 def test_a_price_that_no_stage_can_have_still_lets_sure_nodes_through() -> None:
     made = shell()
     made.now = 0.1
