@@ -373,7 +373,7 @@ class Guess:
     """What was guessed for a place whose token is known now.
 
     Attributes:
-        is_first, is_found: the token was the first candidate, or any.
+        is_first, is_found: the token was the first candidate, or that or any that was worth a row.
         probability: of the first candidate; 0: there was none.
         num_worth: candidates that were worth a row.
     """

@@ -692,14 +692,8 @@ class SpeculationCore:
         self.stats.num_first += is_first
         self.recorder.guessed(before.guess_depth, is_right=is_first)
         least = least_worth(self._rate(now), self._delay_s())
-        self._policy.guessed(
-            Guess(
-                is_first,
-                is_first or any(candidate == token for candidate, _ in before.candidates),
-                before.guess_probability,
-                sum(probability >= least for _, probability in before.candidates),
-            )
-        )
+        worth = [candidate for candidate, probability in before.candidates if probability >= least]
+        self._policy.guessed(Guess(is_first, is_first or token in worth, before.guess_probability, len(worth)))
 
     def _depth_sent(self) -> int:
         node, depth = self._tree.root, 0
