@@ -102,10 +102,10 @@ beyond that. The first is small because most rows fill passes that would be made
 speed of one user falls by 5 %. Less of the second has 48 users of a ring send three times the rows, for no more
 tokens."""
 
-DEAR_ROWS = 64
+DEAR_ROWS = 72
 DEAR_SHARE = 1.5
 """So many rows take a ring latency where rows are dear, as on CPUs: there every row makes a pass longer, and costs the
-user's side something as well. The share grows as the cube of how near the rows come to that. With the guesses of a
+user's side something as well. The share grows as the fourth power of how near they come to that. With the guesses of a
 head trained for half an hour, over CPU stages at round trips of 50 ms, a quarter of the price brings 1.45 times plain
 decode where each machine has cores of its own and 0.95 times where they share two, 1.5 of it 1.48 and 1.42 times."""
 
@@ -845,7 +845,7 @@ class SpeculationCore:
         row_s = sum(self._least_prices) + self._uplink_row_s
         # Not that of frames that wait for one another: who is late himself would take rows for cheap.
         latency_s = self._policy.plain_s or self.stats.latency_s or FRAME_LATENCY_S
-        return min(1.0, (DEAR_ROWS * row_s / latency_s) ** 3)
+        return min(1.0, (DEAR_ROWS * row_s / latency_s) ** 4)
 
     def _pass_dearness(self) -> float:
         """The same of passes: there is nothing dear about them where it is the wire that makes rows so."""
