@@ -54,8 +54,29 @@ def audit(
 
     The exit status is 0 only if every check passes.
     """
+    finish(judge_files(files, session=session, dims=dims, home=home), html=html, as_json=as_json)
+
+
+def judge_files(
+    files: Sequence[Path], *, session: str = "", dims: str | None = None, home: Path | None = None
+) -> Report:
+    """What the logs of all parties show.
+
+    Raises:
+        ConfigError: a file is no log, or no session is to be judged.
+        UnknownModel: the sizes of a model are not known.
+    """
     runs = [run for path in files for run in _read(path)]
-    report = judge(runs, _sizes(models_in(runs), dims, home), only=session)
+    return judge(runs, _sizes(models_in(runs), dims, home), only=session)
+
+
+def finish(report: Report, *, html: Path | None, as_json: bool) -> None:
+    """Shows a report, and ends as it is.
+
+    Raises:
+        ConfigError: the page cannot be written.
+        AuditFailed: not all checks pass.
+    """
     if html is not None:
         try:
             html.write_text(as_html(report), encoding="utf-8")
@@ -198,4 +219,4 @@ def closed_in_words(session: SessionView) -> str:
     return f"closed steps: {session.num_closed} of {session.num_steps}{share}{others}"
 
 
-__all__ = ["audit", "parse_dims"]
+__all__ = ["audit", "finish", "judge_files", "parse_dims"]

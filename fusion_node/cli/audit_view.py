@@ -47,6 +47,7 @@ table { border-collapse: collapse; margin: .5rem 0; font-variant-numeric: tabula
 th, td { text-align: left; padding: .25rem 1.2rem .25rem 0; border-bottom: 1px solid var(--line); vertical-align: top; }
 th { color: var(--soft); font-weight: 500; }
 td.n, th.n { text-align: right; }
+td.what { min-width: 26rem; }
 code { font-size: .9em; }
 ul.checks { list-style: none; padding: 0; }
 ul.checks b { display: inline-block; min-width: 4.4rem; }
@@ -114,7 +115,7 @@ def _findings(report: Report) -> str:
     if not report.findings:
         return ""
     rows = [
-        f"<tr><td>{escape(finding.kind)}</td><td>{escape(finding.what)}</td>"
+        f'<tr><td>{escape(finding.kind)}</td><td class="what">{escape(finding.what)}</td>'
         f"<td><code>{escape(', '.join(finding.records)) or '–'}</code></td></tr>"
         for finding in report.findings
     ]

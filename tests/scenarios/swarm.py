@@ -127,10 +127,9 @@ class Raw:
     """A peer with a pool of links and no manners: sends whatever it is told, and keeps what it gets."""
 
     def __init__(
-        self, world: MemoryWorld, host: str, identity: Identity | None = None, audit_folder: Path | None = None
+        self, world: MemoryWorld, host: str, identity: Identity | None = None, recorder: AuditLog | None = None
     ) -> None:
         self.identity = identity or Identity.generate()
-        self._audit = None if audit_folder is None else AuditLog(audit_folder / f"{host}.log", self.peer)
         self.host = host
         self.frames: list[tuple[PeerId, AnyMessage, bytes]] = []
         self.lost: list[tuple[PeerId, FusionError]] = []
@@ -139,13 +138,8 @@ class Raw:
             self.peer,
             on_frame=lambda peer, message, payload: self.frames.append((peer, message, bytes(payload))),
             on_closed=lambda peer, error: self.lost.append((peer, error)),
-            recorder=self._audit,
+            recorder=recorder,
         )
-
-    async def aclose(self) -> None:
-        await self.pool.aclose()
-        if self._audit is not None:
-            self._audit.close()
 
     @property
     def peer(self) -> PeerId:
@@ -223,7 +217,6 @@ class MemorySwarm:
             sign_lease=lambda lease: sign_lease(lease, identity),
             clock=clock,
         )
-        audit = None if self.audit_folder is None else AuditLog(self.audit_folder / f"{host}.log", identity.peer_id)
         pool = LinkPool(
             MemoryNetwork(self.world, identity, host),
             identity.peer_id,
@@ -231,7 +224,7 @@ class MemorySwarm:
             on_closed=server.on_closed,
             max_links=max_links,
             features=(FEATURE, FUSION_FEATURE) if isinstance(engine, SliceEngine) else (FEATURE,),
-            recorder=audit,
+            recorder=self.recorder(host, identity),
         )
         server.attach(pool)
         discovery = MemoryDiscovery(
@@ -245,13 +238,19 @@ class MemorySwarm:
         async def close() -> None:
             await server.drain(timeout_s=5.0)
             await pool.aclose()
-            if audit is not None:
-                audit.close()
             await discovery.aclose()
 
         self._stack.push_async_callback(close)
         self.nodes.append(made)
         return made
+
+    def recorder(self, host: str, identity: Identity) -> AuditLog | None:
+        """Of a process that is made now, until the test is over."""
+        if self.audit_folder is None:
+            return None
+        log = AuditLog(self.audit_folder / f"{host}.log", identity.peer_id)
+        self._stack.callback(log.close)
+        return log
 
     def at_end(self, work: Callable[[], Awaitable[None]]) -> None:
         """To be awaited when the test is over; what was named last comes first."""
@@ -274,8 +273,9 @@ class MemorySwarm:
         return connection
 
     def stranger(self, identity: Identity | None = None) -> Raw:
-        raw = Raw(self.world, f"host{next(self._numbers)}", identity, self.audit_folder)
-        self._stack.push_async_callback(raw.aclose)
+        host, identity = f"host{next(self._numbers)}", identity or Identity.generate()
+        raw = Raw(self.world, host, identity, self.recorder(host, identity))
+        self._stack.push_async_callback(raw.pool.aclose)
         return raw
 
     async def with_session(self, nodes: Sequence[Node]) -> tuple[Raw, Plan]:

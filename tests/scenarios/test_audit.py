@@ -17,15 +17,15 @@ from p2p.messages import Step, StepTaps, TensorMeta
 from scheduler.speculation import Mode
 from tests.engine.tiny import TinyModel
 from tests.scenarios.group_user import GroupUser
-from tests.scenarios.swarm import MODEL, MemorySwarm, memory_swarm, until
+from tests.scenarios.swarm import MemorySwarm, memory_swarm, until
 from tests.scenarios.test_answer_repair import PROMPT, Answering, Doing, answering, nodes_of, once
 from tests.scenarios.test_fusion_group import LAYOUTS, plain_and_tree, stages_of
 from tests.scenarios.test_speculative_answer import GREEDY, Guessing, Speculating, plain
-from verification.audit_core import audit
+from verification.audit_core import audit, models_in
 from verification.audit_file import read_runs
 from verification.audit_report import Kind, Report, Status
 
-DIMS: dict[str, Dims] = {MODEL: Dims(hidden=48, heads=4, kv_heads=2, head_dim=12, channels=96)}
+DIMS = Dims(hidden=48, heads=4, kv_heads=2, head_dim=12, channels=96)
 
 
 @pytest.fixture
@@ -35,17 +35,17 @@ def recorded(model: TinyModel, boundary: Boundary, tmp_path: Path) -> Callable[.
     async def play(work: Callable[[MemorySwarm], Awaitable[None]]) -> Report:
         async with _swarm(model, boundary, tmp_path) as swarm:
             await work(swarm)
-        return judged(tmp_path)
+        return judged(tmp_path, DIMS)
 
     return play
 
 
-def judged(folder: Path) -> Report:
+def judged(folder: Path, dims: Dims) -> Report:
     runs = []
     for path in sorted(folder.glob("*.log")):
         with path.open("rb") as file:
             runs += read_runs(path.name, file)
-    return audit(runs, DIMS)
+    return audit(runs, dict.fromkeys(models_in(runs), dims))
 
 
 @asynccontextmanager

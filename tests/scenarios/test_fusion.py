@@ -162,6 +162,7 @@ class Fusion:
             on_frame=server.on_frame,
             on_closed=server.on_closed,
             features=features,
+            recorder=self.swarm.recorder(host, identity),
         )
         server.attach(pool)
         address = await pool.listen(f"{host}:0")
