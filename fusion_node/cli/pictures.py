@@ -8,7 +8,7 @@ from typing import Literal
 from rich.table import Table
 from rich.text import Text
 
-from fusion_node.client.overview import ModelView, NodeView
+from fusion_node.client.overview import ModelView, NodeView, SplitView
 from fusion_node.daemon.control import NodeState, Phase
 from fusion_node.wire import printable
 from p2p.identity import short
@@ -72,7 +72,7 @@ def node_table(nodes: Sequence[NodeView]) -> Table:
             cells: tuple[str | Text, ...] = (
                 short(node.peer),
                 Text(printable(f"{shard.model} ({shard.quantization})" if shard.quantization else shard.model)),
-                f"{shard.start}:{shard.stop}" + (f" slice {printable(shard.slice)}" if shard.slice else ""),
+                f"{shard.start}:{shard.stop} {printable(shard.slice)}".rstrip(),
                 Text(printable(shard.numerics)),
                 Text(printable(node.device)),
                 trip,
@@ -156,10 +156,24 @@ def coverage(model: ModelView) -> Text:
     if missing:
         text.append(f"layers {', '.join(missing)} not covered", style="bold red")
     else:
-        least, most = min(holders), max(holders)
-        times = f"{least}×" if least == most else f"{least}× to {most}×"
-        text.append(f"all layers covered {times}")
+        text.append(f"all layers covered {_times(holders)}")
     return text
+
+
+def slices(split: SplitView) -> Text:
+    """Whether the slices of some layers make a fusion group."""
+    text = Text(f"{printable(split.model)} {printable(split.numerics)}  {split.start}:{split.stop} in slices  ")
+    missing = [each for each, count in zip(split.slices, split.holders_per_slice, strict=True) if not count]
+    if missing:
+        text.append(f"{', '.join(missing)} held by nobody", style="bold red")
+    else:
+        text.append(f"all {len(split.slices)} held {_times(split.holders_per_slice)}")
+    return text
+
+
+def _times(counts: Sequence[int]) -> str:
+    least, most = min(counts), max(counts)
+    return f"{least}×" if least == most else f"{least}× to {most}×"
 
 
 def uncovered(holders: Sequence[int]) -> list[str]:

@@ -22,7 +22,7 @@ from fusion_node.cli.options import (
     read_identity,
     read_swarm_key,
 )
-from fusion_node.cli.pictures import coverage, local_table, node_table, operators, problems
+from fusion_node.cli.pictures import coverage, local_table, node_table, operators, problems, slices
 from fusion_node.client.connection import SwarmConnection, ways_in
 from fusion_node.client.overview import Overview, look_around
 from fusion_node.store import ModelStore
@@ -76,6 +76,9 @@ def status(
     for view in overview.models:
         console.print()
         console.print(coverage(view))
+    for split in overview.splits:
+        console.print()
+        console.print(slices(split))
 
 
 def _show_local(home: Home, model: str | None, as_json: bool) -> None:

@@ -10,6 +10,7 @@ import msgspec
 
 from fusion_node.client.connection import MeasuredNode, SwarmConnection
 from fusion_node.errors import PeerError
+from fusion_node.slices import ModelSlice
 from fusion_node.types import ModelId
 
 
@@ -90,11 +91,28 @@ class ModelView(msgspec.Struct, frozen=True):
         return all(self.holders_per_layer)
 
 
+class SplitView(msgspec.Struct, frozen=True):
+    """Layers that nodes hold slices of, split in one way: how many reachable nodes hold each slice.
+
+    Attributes:
+        slices: all of them, as ``0/3``, those that nobody holds among them.
+    """
+
+    model: str
+    model_id: str
+    numerics: str
+    start: int
+    stop: int
+    slices: tuple[str, ...]
+    holders_per_slice: tuple[int, ...]
+
+
 class Overview(msgspec.Struct, frozen=True):
     """The swarm at one moment."""
 
     nodes: tuple[NodeView, ...]
     models: tuple[ModelView, ...]
+    splits: tuple[SplitView, ...] = ()
 
 
 async def look_around(connection: SwarmConnection, model_id: ModelId | None = None) -> Overview:
@@ -106,7 +124,7 @@ async def look_around(connection: SwarmConnection, model_id: ModelId | None = No
     records = await connection.find(model_id)
     nodes = await connection.measure(records)
     views = await asyncio.gather(*(_view(connection, node) for node in sorted(nodes, key=_by_layers)))
-    return Overview(tuple(views), tuple(_models(views)))
+    return Overview(tuple(views), tuple(_models(views)), tuple(_splits(views)))
 
 
 async def _view(connection: SwarmConnection, node: MeasuredNode) -> NodeView:
@@ -178,6 +196,33 @@ def _models(nodes: Sequence[NodeView]) -> list[ModelView]:
     return [
         ModelView(names[model_id], model_id, numerics, num_layers, tuple(layers))
         for (model_id, numerics, num_layers), layers in sorted(holders.items())
+    ]
+
+
+def _splits(nodes: Sequence[NodeView]) -> list[SplitView]:
+    """As ``_models``, of slices. A record with a slice that is none was refused before (p2p.records)."""
+    holders: dict[tuple[str, str, int, int, tuple[int, ...]], list[int]] = {}
+    names: dict[str, str] = {}
+    for node in nodes:
+        for shard in node.shards:
+            if not shard.slice:
+                continue
+            place = ModelSlice.parse(shard.slice)
+            key = (shard.model_id, shard.numerics, shard.start, shard.stop, place.weights)
+            counts = holders.setdefault(key, [0] * place.num_members)
+            names.setdefault(shard.model_id, shard.model)
+            counts[place.index] += node.round_trip_ms is not None and shard.is_ready
+    return [
+        SplitView(
+            names[model_id],
+            model_id,
+            numerics,
+            start,
+            stop,
+            tuple(str(ModelSlice(index, weights)) for index in range(len(weights))),
+            tuple(counts),
+        )
+        for (model_id, numerics, start, stop, weights), counts in sorted(holders.items())
     ]
 
 

@@ -78,7 +78,8 @@ def why_no_route(
         parts.append(f"{len(unreachable)} known nodes cannot be reached, the first because: {unreachable[0].problem}")
     message = "; ".join(parts)
     if gap.layers and not (gap.without_room or others or told_rules):
-        message += f": start a node with `fusion-node join {name} --layers {gap.layers[0]} --peer ADDRESS`"
+        leads = "; or " if any(shard.slice for shard in shards) else ": "
+        message += f"{leads}start a node with `fusion-node join {name} --layers {gap.layers[0]} --peer ADDRESS`"
     return message
 
 
@@ -117,7 +118,10 @@ def _why_no_group(
     ranges = ", ".join(map(str, gap.layers))
     parts = [f"no fusion group{size} is complete for layers {ranges} of {name} in {numerics}"]
     parts += list(map(_missing, missing[:MAX_TOLD]))
-    if not missing and any(shard.slice and shard.numerics == numerics for shard in shards):
+    sizes = {ModelSlice.parse(s.slice).num_members for s in shards if s.slice and s.numerics == numerics}
+    if num_members is not None and sizes and num_members not in sizes:
+        parts.append(f"nodes hold slices for groups of {', '.join(map(str, sorted(sizes)))}")
+    elif not missing and sizes:
         parts.append("there are groups, but not for all layers, or none that keeps your rules")
     elif not missing:
         parts.append("nobody holds a slice of it" if shards else "nobody holds any of its layers")

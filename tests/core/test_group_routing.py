@@ -9,6 +9,7 @@ from typing import cast
 import msgspec
 import pytest
 
+from fusion_node.cli.pictures import slices
 from fusion_node.cli.plan import WIDTH, in_words
 from fusion_node.client.answer_core import WantsAlternates
 from fusion_node.client.answer_routes import Answer, AnswerRoutes, Work
@@ -99,7 +100,7 @@ async def test_pipeline_does_not_see_slices_and_says_what_they_are_for(swarm: Sw
     await group(swarm, "0/2", "1/2")
     router = await router_for(swarm, Topology.PIPELINE)
     router.dims = None
-    with pytest.raises(NoRoute, match=r"serves layers 0:12 .*nodes hold slices of it.*--topology fusion"):
+    with pytest.raises(NoRoute, match=r"serves layers 0:12 .*hold slices of it.*--topology fusion.*; or start a node"):
         await router.route(64, wait=False)
     whole = await swarm.node(shard(0, 12, 50.0))
     router.note_failure(PeerTimeout("nobody", ""))
@@ -117,6 +118,13 @@ async def test_slices_are_part_of_neither_coverage_nor_placement(swarm: Swarm) -
     [model] = overview.models
     assert model.holders_per_layer == (0,) * 6 + (1,) * 6
     assert sorted(s.slice for node in overview.nodes for s in node.shards) == ["", "0/2", "1/2"]
+    [split] = overview.splits
+    assert (split.start, split.stop, split.slices, split.holders_per_slice) == (0, 6, ("0/2", "1/2"), (1, 1))
+    assert slices(split).plain == "tiny f16r32  0:6 in slices  all 2 held 1×"
+    await group(swarm, "0/2:1", "0/2:1", stop=6)
+    _, uneven = (await look_around(swarm.connection, MODEL)).splits
+    assert (uneven.slices, uneven.holders_per_slice) == (("0/2:1", "1/2:1"), (2, 0))
+    assert slices(uneven).plain.endswith("1/2:1 held by nobody")
     hosts = hosts_of(await swarm.connection.find(MODEL), MODEL, "f16r32", NUM_LAYERS)
     assert [host.peer for host in hosts] == [whole.peer]
 
@@ -140,7 +148,9 @@ async def test_error_names_the_slice_that_nobody_holds_and_how_to_serve_it(swarm
 async def test_error_tells_of_wrong_sizes_and_rules(swarm: Swarm) -> None:
     nodes = await group(swarm, "0/2", "1/2")
     three = await router_for(swarm, members=3)
-    with pytest.raises(NoRoute, match=r"no fusion group of 3 is complete.*--slice 0/3 --layers 0:12"):
+    with pytest.raises(
+        NoRoute, match=r"no fusion group of 3 .*slices for groups of 2: start .*--slice 0/3 --layers"
+    ):
         await three.route(64, wait=False)
     denied = await router_for(swarm, rules=UserRules(deny=(nodes[1].peer,)))
     with pytest.raises(NoRoute, match=r"slice 1/2 of layers 0:12 is held by nobody whom your rules allow$"):
