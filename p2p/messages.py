@@ -48,7 +48,7 @@ MAX_PARTIALS = 1024
 """Entries of one message: all sessions that a node serves, with some steps each."""
 
 FUSION_FEATURE = "fusion"
-"""In the ``hello`` of a node that can be a member of a group: it knows Partials, and plans with groups."""
+"""In the ``hello`` of a node that knows plans with groups, and Partials."""
 
 DTYPE_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 """Lossless encodings: IEEE 754 and bfloat16, little-endian, row-major, no padding."""

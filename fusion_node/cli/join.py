@@ -31,6 +31,7 @@ from fusion_node.cli.options import (
 )
 from fusion_node.daemon.config import DEFAULT_LISTEN, NodeConfig
 from fusion_node.daemon.manners_core import PAUSE_GRACE_S
+from fusion_node.slices import ModelSlice
 from fusion_node.types import LayerRange
 
 if TYPE_CHECKING:
@@ -42,6 +43,15 @@ def join(
     layers: Annotated[
         str | None,
         typer.Option(metavar="START:STOP", help="Layers to serve; the whole model, or what fits, if not given."),
+    ] = None,
+    slice_: Annotated[
+        str | None,
+        typer.Option(
+            "--slice",
+            metavar="K/N",
+            help="Hold slice K of N of these layers, as a member of fusion groups: 0/3 is the first of three alike, "
+            "0/2:1:1 of three by these weights.",
+        ),
     ] = None,
     max_layers: Annotated[
         int | None,
@@ -180,6 +190,7 @@ def join(
     config = NodeConfig(
         model=model,
         layers=None if layers is None else LayerRange.parse(layers),
+        slice=None if slice_ is None else ModelSlice.parse(slice_),
         max_layers=max_layers,
         scheduler=None if scheduler is None else parse_peer(scheduler),
         peers=tuple(peer or ()),
@@ -221,6 +232,7 @@ def _tell(node: ReadyNode) -> None:
         "ready",
         peer=node.peer,
         layers=str(node.layers),
+        **({} if node.slice is None else {"slice": str(node.slice)}),
         data=list(node.data_addresses),
         addresses=list(node.addresses),
         invite=node.invite,

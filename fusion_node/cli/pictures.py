@@ -113,7 +113,7 @@ def local_table(states: Sequence[NodeState]) -> Table:
             short(state.peer),
             str(state.pid),
             Text(printable(state.model)),
-            state.layers or "–",
+            f"{state.layers or '–'} {state.slice}".rstrip(),
             _local_state(state),
             str(state.num_sessions),
             f"{state.rows_per_s:.1f}",

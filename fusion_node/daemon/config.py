@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fusion_node.daemon.manners_core import PAUSE_GRACE_S
 from fusion_node.errors import ConfigError
+from fusion_node.slices import ModelSlice
 from fusion_node.types import LayerRange, PeerId
 from p2p.addresses import parse_announce, parse_listen
 from p2p.link_emulation_core import LineShape
@@ -23,6 +24,7 @@ class NodeConfig:
     Attributes:
         model: name or id in the store.
         layers: what to serve; None takes the whole model, or what fits and the swarm lacks.
+        slice: of these layers, or of all, that the node holds as a member of fusion groups; None: they are held whole.
         max_layers: that the node takes at most when it chooses; None takes what fits.
         scheduler: peer id of the one whose assignments of layers are obeyed; None obeys nobody's.
         peers: multiaddrs or invites of the swarm to join; empty starts a new one.
@@ -58,6 +60,7 @@ class NodeConfig:
 
     model: str
     layers: LayerRange | None = None
+    slice: ModelSlice | None = None
     max_layers: int | None = None
     scheduler: PeerId | None = None
     peers: tuple[str, ...] = field(default=(), repr=False)  # an invite may be a secret
@@ -99,3 +102,19 @@ def check_ports(listen: str, announce: Sequence[str]) -> None:
     for text, port in ((listen, parse_listen(listen)[1]), *((text, parse_announce(text)[1]) for text in announce)):
         if port == 65_535:
             raise ConfigError(f"{text!r} leaves no port for the data plane, which takes the next one: name a lower one")
+
+
+def check_slice(config: NodeConfig) -> None:
+    """Makes sure that who holds a slice is not to choose layers as well.
+
+    Raises:
+        ConfigError: it is.
+    """
+    if config.slice is None:
+        return
+    for flag, value in (("--max-layers", config.max_layers), ("--scheduler", config.scheduler)):
+        if value is not None:
+            raise ConfigError(
+                f"{flag} is for nodes that go over to other layers, and a slice stays where it is, because the other "
+                "members of its group hold the rest: name its layers with --layers"
+            )

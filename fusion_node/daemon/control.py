@@ -84,6 +84,7 @@ class NodeState(msgspec.Struct, frozen=True):
 
     Attributes:
         layers: ``START:STOP``; empty until they are chosen.
+        slice: which part of these layers, as ``0/3``; empty: all of them.
         loaded_percent: of the weights; None before loading begins.
         ends_in_s: how long running sessions may still go on; None unless a pause is on its way.
         num_rows: computed since the start.
@@ -109,6 +110,7 @@ class NodeState(msgspec.Struct, frozen=True):
     kv_reserved_bytes: int = 0
     kv_budget_bytes: int = 0
     uptime_s: float = 0.0
+    slice: str = ""
 
 
 class Reply(msgspec.Struct, frozen=True):

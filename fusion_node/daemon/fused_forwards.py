@@ -273,10 +273,13 @@ class FusedForwards:
             due = self._core.get_timer()
             if due is not None:
                 delay_s = max(0.0, due - self._clock()) + 0.001
-                self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
+                self._timer = asyncio.get_running_loop().call_later(delay_s, self.expire)
 
-    def _on_timer(self) -> None:
-        self._timer = None
+    def expire(self) -> None:
+        """Gives up what has waited too long. May be called at any time."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         self._tell(self._core.handle_timer(now=self._now()))
         self._set_timer()
 

@@ -94,6 +94,7 @@ class NodeLife:
         self._began = clock()
         self._phase = Phase.STARTING
         self._layers = ""
+        self._slice = ""
         self._device = ""
         self._loaded_percent: int | None = None
         self._working: Working | None = None
@@ -114,8 +115,9 @@ class NodeLife:
         """The control plane is up; this tells of the peers from now on."""
         self._swarm = view
 
-    def loading(self, layers: str, device: str) -> None:
+    def loading(self, layers: str, device: str, *, slice_: str = "") -> None:
         """Layers and device are chosen, and the weights are being read."""
+        self._slice = slice_
         self._phase, self._layers, self._device, self._loaded_percent = Phase.LOADING, layers, device, 0
 
     def loaded(self, fraction: float) -> None:
@@ -184,6 +186,7 @@ class NodeLife:
             kv_reserved_bytes=reserved,
             kv_budget_bytes=budget,
             uptime_s=round(self._clock() - self._began, 1),
+            slice=self._slice,
         )
 
     def _told_phase(self) -> Phase:

@@ -21,7 +21,7 @@ import filelock
 import structlog
 
 import fusion_node
-from fusion_node.daemon.config import NodeConfig, check_ports
+from fusion_node.daemon.config import NodeConfig, check_ports, check_slice
 from fusion_node.daemon.control import control_socket
 from fusion_node.daemon.life import NodeLife
 from fusion_node.daemon.network_examiner import NetworkExaminer
@@ -127,6 +127,7 @@ class _Starter:
 
     async def _start(self) -> ServingNode:
         config = self._config
+        check_slice(config)
         store = ModelStore(config.home)
         run = store.home / "run"
         model = store.find(config.model)

@@ -209,6 +209,8 @@ class NodeServer:
         """Ends the sessions whose time is over. Called now and then by whoever runs the server."""
         self._serving.handle_timer(now=self._now())
         self._carry_out()
+        if isinstance(self._forwards, FusedForwards):
+            self._forwards.expire()
 
     @property
     def is_busy(self) -> bool:

@@ -51,8 +51,12 @@ from fusion_node.engine.device import (
 from fusion_node.engine.numerics import numerics_class
 from fusion_node.engine.quantized import expected_bytes
 from fusion_node.engine.shard_engine import ShardEngine
+from fusion_node.engine.slice_engine import SliceEngine
+from fusion_node.engine.sliced_layer import fusion_dims
+from fusion_node.engine.sliced_stage import SlicedStage
 from fusion_node.engine.stage import Stage
 from fusion_node.errors import FusionError, PeerError, ResourceExhausted
+from fusion_node.slices import ModelSlice, split
 from fusion_node.store import StoredModel
 from fusion_node.types import LayerRange, PeerId
 from p2p.bandwidth import BandwidthMeter
@@ -62,7 +66,7 @@ from p2p.discovery import Discovery, DiscoveryService
 from p2p.gate import PeerGate
 from p2p.identity import Identity
 from p2p.links import LinkPool
-from p2p.messages import AnyMessage, Assign, Assigned
+from p2p.messages import FUSION_FEATURE, AnyMessage, Assign, Assigned
 from p2p.reachability_verdict import Plane
 from p2p.records import PROTOCOL_VERSION, SPEED_ROWS, NodeRecord, ShardRecord, sign_lease, sign_record
 from p2p.seam import Network, PathKind
@@ -109,6 +113,7 @@ class ReadyNode:
 
     peer: PeerId
     layers: LayerRange
+    slice: ModelSlice | None
     data_addresses: tuple[str, ...]
     addresses: tuple[str, ...]
     invite: str
@@ -119,8 +124,10 @@ class Shard:
     """Layers on their devices, and how fast they are.
 
     Attributes:
+        stages: one per device; none where it is a slice.
         forwards: measured ones, as (rows, seconds) with all layers.
         capacity_layers: that would fit; 0 when the operator has chosen these.
+        sliced: a slice of the layers, in the place of stages.
     """
 
     model: StoredModel
@@ -128,10 +135,16 @@ class Shard:
     forwards: tuple[tuple[int, float], ...]
     kv_budget_bytes: int
     capacity_layers: int = 0
+    sliced: SlicedStage | None = None
+
+    @property
+    def parts(self) -> tuple[Stage | SlicedStage, ...]:
+        """What is on each of the devices."""
+        return self.stages if self.sliced is None else (self.sliced,)
 
     @property
     def layers(self) -> LayerRange:
-        return LayerRange(self.stages[0].layers.start, self.stages[-1].layers.stop)
+        return LayerRange(self.parts[0].layers.start, self.parts[-1].layers.stop)
 
     @property
     def seconds_per_layer(self) -> tuple[float, float, float]:
@@ -164,6 +177,8 @@ async def load_shard(
         ResourceExhausted: no room for the weights, or for the KV of one session beside them.
         StoreCorrupted: a weight does not match the manifest.
     """
+    if config.slice is not None:
+        return await _load_slice(config, model, life, config.slice)
     numerics, devices = numerics_class(config.numerics), choose_devices(config.device)
     layers, layer_bytes = config.layers, _layer_bytes(model, numerics.weight_dtype(devices[0]).itemsize)
     memory = [_memory_plan(config, device, len(devices)) for device in devices]
@@ -242,6 +257,43 @@ async def _load(config: NodeConfig, model: StoredModel, life: NodeLife, layers: 
     return Shard(model, tuple(stages), tuple(forwards), _kv_budget(config, stages), capacity)
 
 
+async def _load_slice(config: NodeConfig, model: StoredModel, life: NodeLife, member: ModelSlice) -> Shard:
+    """A member's part of the layers that the operator named, or of all, on the first device."""
+    numerics, (device, *others) = numerics_class(config.numerics), choose_devices(config.device)
+    layers = config.layers or LayerRange(0, model.num_layers)
+    dims = fusion_dims(load_config(model))
+    own = split(dims, member.weights)[member.index]
+    share = max(len(own.columns) / dims.hidden, len(own.heads) / dims.heads, len(own.channels) / dims.channels)
+    weights_bytes = int(share * len(layers) * _layer_bytes(model, numerics.weight_dtype(device).itemsize))
+    kv_bytes = 2 * len(own.kv_heads) * dims.head_dim * numerics.kv_dtype.itemsize * len(layers)
+    plan = _memory_plan(config, device, 1)
+    plan.check_layers(
+        f"{layers}, slice {member},", weights_bytes=weights_bytes, least_kv_bytes=MIN_KV_POSITIONS * kv_bytes
+    )
+    if plan.bound is not None:
+        limit_device_memory(device, plan.bound.max_bytes)
+    _tell_bounds_without_effect(config, device)
+    threads, name = set_threads(config.threads), describe_device(device)
+    if others:
+        log.info("a slice is on one device, and the others are left to other nodes", device=name)
+    life.loading(str(layers), name, slice_=str(member))
+    log.info("loading", model=model.name, layers=str(layers), slice=str(member), device=name, threads=threads)
+    began, told = time.perf_counter(), _Progress(weights_bytes, life)
+    load = functools.partial(SlicedStage.load, numerics=numerics, device=device, on_tensor=told.on_tensor)
+    stage = await asyncio.to_thread(load, model, layers, member)
+    life.warming_up()
+    forwards = [(rows, await asyncio.to_thread(_measure, [stage], rows)) for rows in _warm_up_rows(device)]
+    log.info(
+        "loaded",
+        seconds=round(time.perf_counter() - began, 2),
+        mib=round(stage.num_weight_bytes / 2**20, 1),
+        ms_per_layer=round(1000 * forwards[0][1] / len(layers), 2),
+    )
+    if device.type == "cpu":
+        await asyncio.to_thread(release_cached_memory, device)
+    return Shard(model, (), tuple(forwards), _kv_budget(config, [stage]), sliced=stage)
+
+
 def _warm_up_rows(device: Device) -> tuple[int, ...]:
     """Forwards to run before the node is announced: kernels are chosen, caches filled, and the batching core learns.
 
@@ -256,11 +308,13 @@ def _post(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None
         loop.call_soon_threadsafe(function)
 
 
-def _measure(stages: Sequence[Stage], num_rows: int) -> float:
+def _measure(stages: Sequence[Stage | SlicedStage], num_rows: int) -> float:
     return sum(stage.measure_seconds(num_rows) for stage in stages)
 
 
-def _kv_budget(config: NodeConfig, stages: Sequence[Stage], free_bytes: FreeBytes = free_memory_bytes) -> int:
+def _kv_budget(
+    config: NodeConfig, stages: Sequence[Stage | SlicedStage], free_bytes: FreeBytes = free_memory_bytes
+) -> int:
     """KV memory on all devices together: the same positions on each, as many as the scarcest can hold."""
     num_positions = min(
         _memory_plan(config, stage.device, len(stages), free_bytes).kv_budget(
@@ -456,7 +510,7 @@ class ServingNode:
             gate=gate,
             is_needed=lambda peer: bool(self._admission.touching(peer)),
             max_upload_Bps=config.max_upload_Bps,
-            features=(FEATURE,),
+            features=(FEATURE, FUSION_FEATURE),
             recorder=recorder,
         )
         # What it knows of peers outlives the server, and others hold it; so it must not hold the first server's shard.
@@ -501,11 +555,17 @@ class ServingNode:
     def _use(self, shard: Shard) -> None:
         """This shard is what is served, by a server that is made next."""
         # First: when there is no room for the KV, all else is as it was.
-        self._engine = engine = ShardEngine(shard.stages, kv_budget_bytes=shard.kv_budget_bytes)
+        engine: ShardEngine | SliceEngine
+        if shard.sliced is None:
+            engine = ShardEngine(shard.stages, kv_budget_bytes=shard.kv_budget_bytes)
+        else:
+            engine = SliceEngine(shard.sliced, kv_budget_bytes=shard.kv_budget_bytes)
+        self._engine = engine
+        self._slice = None if shard.sliced is None else shard.sliced.member
         self._shard = shard
         self._pace = Pace(shard.seconds_per_layer)
         self._kv_budget_bytes = shard.kv_budget_bytes
-        self._devices = [stage.device for stage in shard.stages]
+        self._devices = [stage.device for stage in shard.parts]
         self._admission = Admission(
             peer=self._identity.peer_id,
             model_id=shard.model.model_id,
@@ -513,6 +573,7 @@ class ServingNode:
             numerics=engine.numerics,
             blocks=engine.blocks,
             first_layers=engine.first_layers,
+            slice=self._slice,
         )
 
     def _new_server(self, shard: Shard) -> NodeServer:
@@ -525,6 +586,7 @@ class ServingNode:
             own_record=self._own_record,
             sign_lease=lambda lease: sign_lease(lease, self._identity),
             batching=batching,
+            pace=self._pace,
             retain_bytes=_retain_bytes(self._config),
         )
 
@@ -539,6 +601,7 @@ class ServingNode:
         return ReadyNode(
             self._identity.peer_id,
             self._engine.layers,
+            self._slice,
             tuple(join_address(*each) for each in self._reachability.best_known(Plane.DATA)),
             tuple(self._discovery.addresses),
             self._discovery.invite,
@@ -650,6 +713,9 @@ class ServingNode:
     # going over to other layers: mover.Movable
 
     def _answer(self, peer: PeerId, message: Assign) -> None:
+        if self._slice is not None:
+            self._tell(peer, Assigned(message.number, f"slice {self._slice} stays: its group holds the other parts"))
+            return
         if len(self._answering) >= MAX_ASSIGNMENTS:
             self._tell(peer, Assigned(message.number, "too many assignments are looked at"))
             return
@@ -938,6 +1004,7 @@ class ServingNode:
             queue_s=self._pace.queue_s(measured_at),
             is_ready=not self._admission.draining,
             capacity_layers=self._shard.capacity_layers,
+            slice="" if self._slice is None else str(self._slice),
         )
         shards: tuple[ShardRecord, ...] = () if self._is_between else (shard,)
         if self._intended is not None and self._intended != self._engine.layers:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import torch
 
 from fusion_node.engine.numerics import numerics_class
 from fusion_node.engine.sliced_stage import SlicedStage
 from fusion_node.engine.tensor_codec import decode_rows, encode_rows
+from fusion_node.errors import PeerUnreachable
 from fusion_node.slices import ModelSlice, split_columns
 from fusion_node.types import LayerRange, PeerId
 from p2p.messages import (
@@ -75,24 +78,25 @@ class GroupUser:
         return cls(swarm, raw, listed, cls.planned(swarm, raw, listed, **changes))
 
     @staticmethod
-    def planned(swarm: MemorySwarm, raw: Raw, stages: Sequence[Sequence[Node]], **changes: object) -> Plan:
+    def planned(swarm: MemorySwarm, raw: Raw, stages: Sequence[Sequence[Node]], /, **changes: object) -> Plan:
         fields = {"stages": tuple(map(stage_of, stages)), "max_positions": 512}
         return swarm.plan(raw.peer, stages[0], **(fields | changes))
 
-    async def open(self, *, resumes: bool = False, stages: Sequence[int] | None = None) -> None:
+    async def open(self, **changes: object) -> None:
         """Asks everybody to open the plan, and waits for their answers."""
-        await self.ask(resumes=resumes, stages=stages)
-        asked = [n for i, nodes in enumerate(self.stages) if stages is None or i in stages for n in nodes]
-        await until(lambda: self._pump() or all(node.peer in self.opened for node in asked))
+        await self.ask(**changes)
+        asked = [node for nodes in self.stages for node in nodes]
+        await until(lambda: self.pump() or all(node.peer in self.opened for node in asked))
 
-    async def ask(self, *, resumes: bool = False, stages: Sequence[int] | None = None, **changes: object) -> None:
+    async def ask(self, *, swap: bool = False, **changes: object) -> None:
+        """Asks everybody to open the plan; with ``swap`` the members are told each other's places."""
         signed = sign_plan(self.plan, self.raw.identity)
         self.opened.clear()
         for index, nodes in enumerate(self.stages):
-            for member, node in enumerate(nodes) if stages is None or index in stages else ():
+            for place, node in enumerate(nodes[::-1] if swap else nodes):
                 await self.raw.pool.connect(node.peer, [node.address])
-                message = OpenSession(self.plan.session, self.plan.epoch, index, signed, resumes=resumes, member=member)
-                self.raw.pool.send(node.peer, message)
+                message = OpenSession(self.plan.session, self.plan.epoch, index, signed, member=place)
+                self.raw.pool.send(node.peer, msgspec.structs.replace(message, **changes))
 
     def replan(self, **changes: object) -> None:
         """A plan of the next epoch, with the stages as they are now."""
@@ -115,7 +119,8 @@ class GroupUser:
             "timings": (),
         }
         fields |= changes
-        for node, columns in zip(self.stages[0], self._columns(0, rows_TD.shape[1]), strict=True):
+        # Members that are not among the nodes are not sent theirs.
+        for node, columns in zip(self.stages[0], self._columns(0, rows_TD.shape[1]), strict=False):
             tensor, payload = encode_rows(rows_TD[:, columns.start : columns.stop], "f32")
             self.raw.pool.send(node.peer, Step(tensor=tensor, **fields), payload)  # type: ignore[arg-type]
         self.last_node = last
@@ -128,7 +133,7 @@ class GroupUser:
     async def result(self, sequence: int) -> torch.Tensor:
         """The rows that an entry gives back, joined."""
         nodes = self.stages[-1]
-        await until(lambda: self._pump() or len(self.results.get(sequence, {})) == len(nodes) or bool(self.failed))
+        await until(lambda: self.pump() or len(self.results.get(sequence, {})) == len(nodes) or bool(self.failed))
         assert not self.failed, self.failed
         parts = [self.results[sequence][node.peer] for node in nodes]
         assert len({message.nodes for message, _ in parts}) == 1
@@ -144,22 +149,21 @@ class GroupUser:
     def close(self) -> None:
         for nodes in self.stages:
             for node in nodes:
-                self.raw.pool.send(node.peer, CloseSession(self.plan.session, self.plan.epoch))
+                with contextlib.suppress(PeerUnreachable):
+                    self.raw.pool.send(node.peer, CloseSession(self.plan.session, self.plan.epoch))
 
     async def failure(self) -> tuple[PeerId, SessionFailed]:
         """The next one."""
-        await until(lambda: self._pump() or bool(self.failed))
+        await until(lambda: self.pump() or bool(self.failed))
         return self.failed.pop(0)
 
     async def refusal(self) -> tuple[PeerId, SessionRefused]:
         """The next one."""
-        await until(lambda: self._pump() or bool(self.refused))
+        await until(lambda: self.pump() or bool(self.refused))
         return self.refused.pop(0)
 
-    def pump(self) -> None:
-        self._pump()
-
-    def _pump(self) -> bool:
+    def pump(self) -> bool:
+        """Looks at what has come. Always false, so that it can stand in a condition."""
         while self.raw.frames:
             peer, message, payload = self.raw.frames.pop(0)
             match message:
