@@ -213,7 +213,8 @@ class SlicedStage:
 
         Args:
             steps: that wait for the same exchange.
-            received: per step and member ``[T, W]``, the own one included; None when the steps have just begun.
+            received: per step and member ``[T, W]`` in float32 on the CPU, the own one included; None when the steps
+                have just begun.
             pool: of this slice.
 
         Returns:
@@ -253,11 +254,13 @@ class SlicedStage:
             else:
                 rows_TD, after = layer.add_mlp(rows_TD, sum_TW), (number + 1, Exchange.QKV)
                 sent = self._send_on(steps, rows_TD, number + 1)
-            return self._handed(steps, rows_TD, routing, after, [part.cpu() for part in sent])
+            if self.device.type != "cpu":
+                sent = [part.cpu() for part in sent]
+            return self._handed(steps, rows_TD, routing, after, sent)
 
     def _send_on(self, steps: Sequence[FusedStep], rows_TD: torch.Tensor, number: int) -> list[torch.Tensor]:
         """Into the next layer, but for those that leave before it; rows of these are not among what is returned."""
-        lengths = [len(s.rows_TD) for s in steps]
+        lengths = [s.rows_TD.shape[0] for s in steps]
         going = [part for s, part in zip(steps, torch.split(rows_TD, lengths), strict=True) if s.layers.stop > number]
         return self._layers[number].send_qkv(_joined(going)) if going else []
 
@@ -273,7 +276,7 @@ class SlicedStage:
         out: list[list[torch.Tensor]] = []
         start = first = 0
         for step in steps:
-            num_rows = len(step.rows_TD)
+            num_rows = step.rows_TD.shape[0]
             stop = start + num_rows
             step.rows_TD = rows_TD[start:stop]
             step.position, step.has_begun = after, True
@@ -297,12 +300,14 @@ class SlicedStage:
         self, steps: Sequence[FusedStep], received: Sequence[Sequence[torch.Tensor]], exchange: Exchange
     ) -> torch.Tensor:
         """Contributions summed in the order of the members."""
-        shape = (sum(len(s.rows_TD) for s in steps), self.width(exchange, self.member.index))
+        shape = (sum(s.rows_TD.shape[0] for s in steps), self.width(exchange, self.member.index))
         total: torch.Tensor | None = None
         for parts in zip(*received, strict=True):
-            part = _joined([p.to(device=self.device, dtype=self.numerics.dtype) for p in parts])
-            if part.shape != shape:
-                raise LocalProtocolError(f"contributions of {tuple(part.shape)} instead of {shape}")
+            part = _joined(parts)
+            if part.shape != shape or part.dtype != self.numerics.dtype:
+                raise LocalProtocolError(f"contributions {part.dtype} of {tuple(part.shape)} instead of {shape}")
+            if self.device.type != "cpu":
+                part = part.to(self.device)
             total = part if total is None else total + part
         if total is None or len(received[0]) != self.member.num_members:
             raise LocalProtocolError(f"contributions of {len(received[0])} members of {self.member.num_members}")

@@ -80,8 +80,8 @@ def fusing_model(model_type: str, **overrides: Any) -> TinyModel:
 
 
 def row_errors(ours_TD: torch.Tensor, theirs_TD: torch.Tensor) -> torch.Tensor:
-    """Of each row the largest difference, relative to its largest value."""
-    return (ours_TD - theirs_TD).abs().amax(dim=1) / theirs_TD.abs().amax(dim=1)
+    """Of each row the length of the difference, relative to the row's."""
+    return (ours_TD - theirs_TD).norm(dim=1) / theirs_TD.norm(dim=1)
 
 
 class Twins:
@@ -527,8 +527,10 @@ def test_contributions_of_too_few_members_or_of_another_width_are_our_fault() ->
     step, received = waiting_step(group)
     with pytest.raises(LocalProtocolError, match="1 members of 2"):
         group.compute(0, [step], [received[0][:1]])
-    with pytest.raises(LocalProtocolError, match="contributions of"):
+    with pytest.raises(LocalProtocolError, match=r"contributions torch.float32 of \(3, 48\)"):
         group.compute(0, [step], [[part[:, 1:] for part in received[0]]])
+    with pytest.raises(LocalProtocolError, match=r"contributions torch.float16"):
+        group.compute(0, [step], [[part.half() for part in received[0]]])
     with pytest.raises(LocalProtocolError, match="different exchanges"):
         group.compute(0, [step], None)
     assert group.compute(0, [step], received) is not None
