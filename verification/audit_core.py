@@ -11,8 +11,9 @@ Assumes: nothing of what one party says alone. Two parties that agree on it can 
 neither the plan nor anybody else knows of. That is what no audit of records can find (docs/audit.md).
 
 An entry that is not closed is *excused* if nothing shows that it should be: its result did not come to the user whole,
-no later entry of its epoch was answered, and the user closed the session (it was *abandoned*) or opened a later epoch
-(*given up*, to be replayed). All other entries are *open*, each for a reason that is named.
+no later entry of its epoch was answered, and the user opened a later epoch (it was *given up*, to be replayed), or the
+session ended: the user closed it or was killed, or a stage said that it failed (it was *abandoned*). All other entries
+are *open*, each for a reason that is named.
 
 States: none; one call judges everything. Timers: none.
 
@@ -42,7 +43,16 @@ from fusion_node.errors import ConfigError
 from fusion_node.slices import Dims, Exchange
 from verification.audit_entries_core import Entry, EntryJudge, Order
 from verification.audit_file import Run
-from verification.audit_frames_core import Frame, Record, SessionFrames, collect, lost_in_the_middle, short, told
+from verification.audit_frames_core import (
+    Columns,
+    Frame,
+    Record,
+    SessionFrames,
+    collect,
+    lost_in_the_middle,
+    short,
+    told,
+)
 from verification.audit_plan_core import EXCHANGE_NAMES, RoutePlan
 from verification.audit_report import (
     CHECK_OF,
@@ -83,7 +93,7 @@ def audit(runs: Sequence[Run], dims_of: Mapping[str, Dims], *, only: str = "") -
     runs = sorted(runs, key=lambda run: (run.peer, run.started_at))
     findings = _Findings(runs)
     found = collect(runs)
-    parties = {run.peer for run in runs}
+    parties, unended = {run.peer for run in runs}, {run.peer for run in runs if not run.is_ended}
     for run in runs:
         if run.missing or run.is_full:
             why = "became full" if run.is_full else f"lacks record {run.missing[0]}"
@@ -99,7 +109,7 @@ def audit(runs: Sequence[Run], dims_of: Mapping[str, Dims], *, only: str = "") -
         if users and not users & parties:
             skipped.append(name)
         else:
-            view = _Session(session, dims_of, parties, findings).judge()
+            view = _Session(session, dims_of, parties, unended, findings).judge()
             if view is not None:
                 views.append(view)
     if not only:
@@ -142,7 +152,12 @@ class _Session:
     """Judges one session."""
 
     def __init__(
-        self, session: SessionFrames, dims_of: Mapping[str, Dims], parties: set[str], findings: _Findings
+        self,
+        session: SessionFrames,
+        dims_of: Mapping[str, Dims],
+        parties: set[str],
+        unended: set[str],
+        findings: _Findings,
     ) -> None:
         self._session = session
         self._parties = parties
@@ -152,12 +167,12 @@ class _Session:
         self._entries: dict[tuple[object, ...], Entry] = {}
         self._results: list[Frame] = []
         self._partials: list[Frame] = []
-        self._columns: dict[tuple[str, int], _Columns] = {}
-        self._foreign: dict[tuple[str, int, int, str, int], _Columns] = {}
+        self._columns: dict[tuple[str, int], Columns] = {}
+        self._foreign: dict[tuple[str, int, int, str, int], Columns] = {}
         self._totals: Counter[tuple[str, str]] = Counter()
         self._contributed: dict[str, set[tuple[Exchange, str, int]]] = {}
         self._made: set[tuple[int, str, int]] = set()
-        self._closes = False
+        self._ends = bool(session.users() & unended)
         self._has_trees = False
 
     def judge(self) -> SessionView | None:
@@ -225,7 +240,9 @@ class _Session:
         if isinstance(what, OpenLine):
             return
         if isinstance(what, SaidLine):
-            self._closes = self._closes or (what.what == "close" and frame.sender in self._session.users())
+            users = self._session.users()
+            self._ends |= what.what == "close" and frame.sender in users
+            self._ends |= what.what == "failed" and frame.receiver in users
             return
         plan = self._plans.get(what.epoch)
         if plan is None:
@@ -277,7 +294,7 @@ class _Session:
             return
         parts[frame.sender, frame.receiver] = frame
         layer = plan.stages[way.boundary].start
-        self._columns.setdefault((frame.receiver, layer), _Columns()).add(way.columns)
+        self._columns.setdefault((frame.receiver, layer), Columns()).add(way.columns)
         entry.fractions[frame.receiver] = entry.fractions.get(frame.receiver, 0) + len(way.columns)
 
     def _sort_result(self, plan: RoutePlan, frame: Frame, what: ResultLine) -> None:
@@ -335,7 +352,7 @@ class _Session:
             layer = plan.stages[0].start if stage is None else stage.start
         own = plan.own_columns(receiver, layer)
         has = range(plan.dims.hidden) if stage is None else stage.columns_of(frame.sender)
-        known = _Columns()
+        known = Columns()
         known.add(own)
         of = ("node", what.node) if isinstance(what, PartialsLine) else ("step", what.sequence)
         where = (receiver, what.epoch, layer, *of)
@@ -396,7 +413,7 @@ class _Session:
             is_answered = len(entry.results) == len(plan.stages[-1].peers) and all(
                 frame.sent is not None and frame.received is not None for frame in entry.results.values()
             )
-            if is_answered or entry.end < answered or (is_last and not self._closes):
+            if is_answered or entry.end < answered or (is_last and not self._ends):
                 entry.status = Status.OPEN
                 for kind, text, records in problems:
                     self._findings.add(kind, self._session.name, text, records)
@@ -556,34 +573,6 @@ class _Session:
     def _add_width(self, frame: Frame, width: int, wanted: int, of_what: str) -> None:
         kind = Kind.OVERSENT if width > wanted else Kind.SHAPE
         self._add(kind, f"{told(frame)}: {width} {of_what} where it gets {wanted}", frame)
-
-
-class _Columns:
-    """A set of columns, and for those that should not be there the frames that brought them."""
-
-    def __init__(self) -> None:
-        self.frames: list[Frame] = []
-        self._intervals: list[tuple[int, int]] = []
-
-    def add(self, columns: range) -> None:
-        if not columns or (columns.start, columns.stop) in self._intervals:
-            return
-        merged: list[tuple[int, int]] = []
-        for start, stop in sorted([*self._intervals, (columns.start, columns.stop)]):
-            if merged and start <= merged[-1][1]:
-                merged[-1] = merged[-1][0], max(merged[-1][1], stop)
-            else:
-                merged.append((start, stop))
-        self._intervals = merged
-
-    def without(self, other: range) -> list[tuple[int, int]]:
-        parts = []
-        for start, stop in self._intervals:
-            parts += [(start, min(stop, other.start)), (max(start, other.stop), stop)] if other else [(start, stop)]
-        return [(start, stop) for start, stop in parts if start < stop]
-
-    def __len__(self) -> int:
-        return sum(stop - start for start, stop in self._intervals)
 
 
 def _places(peer: str, plans: Iterable[RoutePlan]) -> Iterable[Place]:

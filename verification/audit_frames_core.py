@@ -98,6 +98,34 @@ class Collected:
     odd_probes: list[Record] = field(default_factory=list)
 
 
+class Columns:
+    """A set of columns, and for those that should not be there the frames that brought them."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        self._intervals: list[tuple[int, int]] = []
+
+    def add(self, columns: range) -> None:
+        if not columns or (columns.start, columns.stop) in self._intervals:
+            return
+        merged: list[tuple[int, int]] = []
+        for start, stop in sorted([*self._intervals, (columns.start, columns.stop)]):
+            if merged and start <= merged[-1][1]:
+                merged[-1] = merged[-1][0], max(merged[-1][1], stop)
+            else:
+                merged.append((start, stop))
+        self._intervals = merged
+
+    def without(self, other: range) -> list[tuple[int, int]]:
+        parts = []
+        for start, stop in self._intervals:
+            parts += [(start, min(stop, other.start)), (max(start, other.stop), stop)] if other else [(start, stop)]
+        return [(start, stop) for start, stop in parts if start < stop]
+
+    def __len__(self) -> int:
+        return sum(stop - start for start, stop in self._intervals)
+
+
 def collect(runs: Sequence[Run]) -> Collected:
     """The frames of all sessions."""
     found = Collected()

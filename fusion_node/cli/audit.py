@@ -210,7 +210,7 @@ def closed_in_words(session: SessionView) -> str:
         f", {what}"
         for number, what in (
             (session.num_given_up, f"{session.num_given_up} given up when a node was replaced"),
-            (session.num_abandoned, f"{session.num_abandoned} that the user did not wait for"),
+            (session.num_abandoned, f"{session.num_abandoned} under way at the end"),
             (session.num_replays, counted(session.num_replays, "replay")),
         )
         if number

@@ -133,7 +133,7 @@ def _session(session: SessionView) -> Iterable[str]:
         f"{escape(session.numerics)}: {session.num_layers} layers, states of {session.hidden} columns. "
         f"<b>{session.num_closed} of {session.num_steps} steps closed</b> ({share:.1%})"
         f"{f', {session.num_given_up} given up when a node was replaced' if session.num_given_up else ''}"
-        f"{f', {session.num_abandoned} that the user did not wait for' if session.num_abandoned else ''}"
+        f"{f', {session.num_abandoned} under way at the end' if session.num_abandoned else ''}"
         f"{', ' + counted(session.num_replays, 'replay') if session.num_replays else ''}.</p>"
     )
     yield _table(session.nodes)
@@ -171,7 +171,11 @@ def _session(session: SessionView) -> Iterable[str]:
     yield _legend(
         ("closed", "closed"),
         *([("replay", "replay")] if session.num_replays else []),
-        *([("given-up", "given up, or not waited for")] if statuses & {Status.GIVEN_UP, Status.ABANDONED} else []),
+        *(
+            [("given-up", "given up, or under way at the end")]
+            if statuses & {Status.GIVEN_UP, Status.ABANDONED}
+            else []
+        ),
         *([("open", "not closed, or more than its own")] if not _is_clean(session) else []),
     )
     yield _steps(session)

@@ -144,9 +144,7 @@ def test_a_fraction_is_all_only_when_it_is() -> None:
 def test_what_became_of_steps_is_told_in_words() -> None:
     world = trio()
     world.step(1, returns=False)
-    assert closed_in_words(judged(world.close()).sessions[0]).endswith(
-        "3 of 3 (100.0%), 1 that the user did not wait for"
-    )
+    assert closed_in_words(judged(world.close()).sessions[0]).endswith("3 of 3 (100.0%), 1 under way at the end")
 
 
 def test_the_manual_says_of_every_finding_which_check_it_fails() -> None:

@@ -18,6 +18,7 @@ from fusion_node.audit_records import (
     PlanSeen,
     ProbeLine,
     ResultLine,
+    SaidLine,
     StageSeen,
     StepLine,
     TapsLine,
@@ -152,6 +153,28 @@ def test_a_step_that_the_user_did_not_wait_for_is_abandoned_and_no_fault() -> No
     report = judged(world.close())
     assert report.passed, report.findings
     assert (report.sessions[0].num_closed, report.sessions[0].num_abandoned) == (5, 1)
+
+
+def test_a_step_that_was_under_way_when_a_stage_failed_is_abandoned_and_no_fault() -> None:
+    world = trio()
+    world.step(1, returns=False)
+    world.carry("b", USER, SaidLine(0, 0, what="failed"))
+    for run in world.runs.values():
+        run.is_ended = True
+    report = judged(world)
+    assert report.passed, report.findings
+    assert report.sessions[0].num_abandoned == 1
+
+
+@pytest.mark.parametrize("is_killed", [True, False])
+def test_a_step_without_a_result_is_open_unless_its_user_was_killed(is_killed: bool) -> None:
+    world = trio()
+    world.step(1, returns=False)
+    for run in world.runs.values():
+        run.is_ended = True
+    world.runs[USER].is_ended = not is_killed
+    report = judged(world)
+    assert kinds(report) == (set() if is_killed else {Kind.MISSING})
 
 
 def test_sessions_of_users_who_gave_no_log_are_not_judged() -> None:
