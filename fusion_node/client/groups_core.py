@@ -17,7 +17,8 @@ States of a group: opening (answers to ``open`` are gathered; once again where m
 session, which then begins empty), open, failed (until the next plan only more guilt is noted). No timers.
 
 Source: docs/protocol-data-plane.md, "Groups". Still ugly: of a group in which all answer and nothing moves, nobody can
-be told from outside to be the one that holds up the others, unless it has computed less; then other groups are tried.
+be told from outside to be the one that holds up the others, unless it has computed less; then other groups are tried,
+at last without those that were in several which failed like that.
 
 Above 600 lines: opening, questions, results and guilt of a group are about the same members at the same time.
 """
@@ -79,7 +80,8 @@ SILENT_S = 0.4
 scheduler.repair_core) a stage counts as silent; timers of a busy machine differ by less than the rest."""
 
 MAX_PARTNERS = 2
-"""Of its group that a member accuses, before it is doubted itself; as scheduler.repair_core has it for stages."""
+"""Of its group that a member accuses, before it is doubted itself; as scheduler.repair_core has it for stages. And
+groups that a member was in when they failed, nobody knew because of whom."""
 
 OpenLease: TypeAlias = "Callable[[bytes], Lease | Refusal]"
 Decompress: TypeAlias = "Callable[[memoryview, TensorMeta], memoryview]"
@@ -184,6 +186,8 @@ class Groups:
         """Who was at fault in groups of earlier plans."""
         self._partners: dict[PeerId, set[PeerId]] = {}
         """By member, whom of its groups it has accused, in the whole answer."""
+        self._unsure: dict[PeerId, set[PeerId]] = {}
+        """By member, its groups that have failed without anybody having been found guilty for sure."""
 
     @property
     def are_used(self) -> bool:
@@ -346,7 +350,7 @@ class Groups:
         group = self._by_id.get(peer)
         found = self._remembered.get(peer, frozenset())
         if group is not None:
-            found |= self._blamed(group, now)
+            found |= self._blamed(group, now) | self._doubted(group, now)
         if not found:
             return frozenset((peer,))
         self._remember(peer, found)
@@ -618,8 +622,21 @@ class Groups:
 
     def _blamed(self, group: _Group, now: MonotonicS) -> frozenset[PeerId]:
         """The strongest that there is against any of them, and who leaves."""
-        silent = _peers(each for each in group.members if each.questions and now - each.questions[0] >= SILENT_S)
-        return frozenset([*(group.guilty or silent or self._behind(group) or group.suspects), *group.leaving])
+        against = group.guilty or self._silent(group, now) or self._behind(group) or group.suspects
+        return frozenset([*against, *group.leaving])
+
+    def _silent(self, group: _Group, now: MonotonicS) -> list[PeerId]:
+        return _peers(each for each in group.members if each.questions and now - each.questions[0] >= SILENT_S)
+
+    def _doubted(self, group: _Group, now: MonotonicS) -> frozenset[PeerId]:
+        """Who has been in other groups that failed before, and nobody knew for sure because of whom either."""
+        if group.guilty or group.leaving or self._silent(group, now):
+            return frozenset()
+        for each in group.members:
+            self._unsure.setdefault(each.peer, set()).add(group.peer)
+        while len(self._unsure) > MAX_KNOWN:
+            del self._unsure[next(iter(self._unsure))]
+        return frozenset(e.peer for e in group.members if len(self._unsure.get(e.peer, ())) >= MAX_PARTNERS)
 
     def _behind(self, group: _Group) -> list[PeerId]:
         """Who has not done what others of its group have."""

@@ -29,6 +29,7 @@ from p2p.messages import (
     Cancel,
     CloseSession,
     OpenSession,
+    Replayed,
     Resend,
     SessionClosed,
     SessionDraining,
@@ -457,6 +458,25 @@ def test_accuser_of_those_who_are_really_gone_is_not_doubted() -> None:
     assert groups.at_fault(successor, now=NOW) == {PEERS[7]}
 
 
+def test_member_of_several_groups_that_failed_and_nobody_knows_why_is_doubted() -> None:
+    """It lets others wait for it, and they are those that seem to be behind."""
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
+    members = [*PEERS[:3]]
+    for epoch, spare in enumerate([PEERS[6], PEERS[7]]):
+        group = group_id(members)
+        groups.begin(plan_of(group, epoch=epoch))
+        groups.outgoing(group, OpenSession(KEY, epoch, 0, b""), now=NOW)
+        for peer in members:
+            groups.receive(peer, SessionOpened(KEY, epoch, 0, 30.0), NOTHING, now=NOW)
+        groups.outgoing(group, SessionQuery(KEY, epoch, 0), now=NOW)
+        for peer, num_done in zip(members, (4, 3, 4), strict=True):
+            groups.receive(peer, SessionProgress(KEY, epoch, 0, 4, num_done, 9.0, 0.0), NOTHING, now=NOW)
+        if epoch == 0:
+            assert groups.at_fault(group, now=NOW) == groups.at_fault(group, now=NOW) == {members[1]}
+            members[1] = spare
+    assert groups.at_fault(group, now=NOW) == {*members}
+
+
 def test_culprit_of_another_group_becomes_that_group_and_is_named_when_it_is_found_at_fault() -> None:
     groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
     groups.begin(plan_of(OTHER, GROUP, NODE))
@@ -665,3 +685,75 @@ def test_bad_row_is_named_by_whom_the_session_blames() -> None:
     groups.receive(PEERS[2], failed(), NOTHING, now=MonotonicS(time.monotonic()))
     [named] = groups.named(error, now=NOW)
     assert (named.peer, str(named)) == (PEERS[2], f"node {short(PEERS[2])} returned a bad row")
+
+
+SMALL = st.integers(0, 3)
+
+
+def anything() -> st.SearchStrategy[tuple[AnyMessage, memoryview]]:
+    """What a member may send: of this session or not, of any epoch, sense or nonsense, but well-formed."""
+    session = st.sampled_from([KEY, b"z" * 16])
+    code = st.sampled_from([PEER_LOST, NOT_RETAINED, "internal", MEMBER_UNREACHABLE, SUCCESSOR_UNREACHABLE])
+    culprit = st.sampled_from(["", *PEERS, USER])
+    width = st.sampled_from([len(COLUMNS[0]), len(COLUMNS[1]), 5])
+    nodes = st.sampled_from([(), (1,), (2,), (1, 2)])
+    without_rows = st.one_of(
+        st.builds(SessionOpened, session, SMALL, SMALL, st.just(9.0), SMALL, next_sequence=SMALL, num_positions=SMALL),
+        st.builds(SessionRefused, session, SMALL, SMALL, code, st.just("why"), culprit),
+        st.builds(SessionFailed, session, SMALL, SMALL, code, st.just("why"), culprit, st.booleans()),
+        st.builds(SessionProgress, session, SMALL, SMALL, SMALL, SMALL, st.just(9.0), st.just(0.0)),
+        st.builds(SessionDraining, session, SMALL, SMALL, st.just(9.0), st.just("why")),
+        st.builds(Replayed, session, SMALL, SMALL, SMALL, SMALL),
+        st.builds(SessionClosed, session, SMALL),
+    ).map(lambda message: (message, NOTHING))
+
+    def with_rows(key: bytes, epoch: int, sequence: int, nodes: tuple[int, ...], width: int) -> Any:
+        tensor = TensorMeta("f32", len(nodes), width)
+        return StepResult(key, epoch, sequence, nodes, tensor, ()), memoryview(bytes(tensor.num_bytes))
+
+    return st.one_of(without_rows, st.builds(with_rows, session, SMALL, st.integers(0, 9), nodes, width))
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(PEERS[:7]), anything(), SMALL, st.booleans()), max_size=40),
+    st.sampled_from([(GROUP,), (NODE, GROUP), (GROUP, OTHER)]),
+)
+def test_whatever_comes_is_bounded_and_fails_a_group_once(
+    events: list[tuple[PeerId, tuple[AnyMessage, memoryview], int, bool]], peers: tuple[PeerId, ...]
+) -> None:
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
+    epoch, num_asked = 0, 0
+    failed: set[tuple[PeerId, int]] = set()
+    groups.begin(plan_of(*peers))
+    for source, (message, payload), number, is_ours in events:
+        if is_ours and number == 3:
+            epoch += 1
+            groups.begin(plan_of(*peers, epoch=epoch))
+            for index, peer in enumerate(peers):
+                groups.outgoing(peer, OpenSession(KEY, epoch, index, b"", resumes=True), now=NOW)
+        elif is_ours and number == 2:
+            for index, peer in enumerate(peers):
+                groups.outgoing(peer, SessionQuery(KEY, epoch, index), now=NOW)
+        elif is_ours:
+            num_asked += 1
+            tensor = TensorMeta("f32", 1, DIMS.hidden)
+            step = Step(KEY, epoch, number, 1, 0, (), 2, (1, 2), TensorMeta("f32", 2, DIMS.hidden), ())
+            groups.steps(peers[0], step, [(tensor, NOTHING)] * len(members_of(peers[0])))
+        said = groups.receive(source, message, payload, now=NOW)
+        assert len(said) <= 1
+        for each in said:
+            assert each.source in (*peers, *PEERS)
+            if each.source in peers and each.source != NODE:
+                assert (each.source, epoch) not in failed, "it has failed already"
+                if isinstance(each.message, SessionFailed):
+                    assert each.message.culprit in ("", *peers)
+                    is_over = not each.message.culprit and not each.message.is_kept
+                    failed |= {(each.source, epoch)} if is_over else set()
+        for group in groups._by_id.values():
+            # Of each entry that was asked for one part of each member, and few that nobody asked for.
+            assert len(group.parts) <= num_asked + MAX_UNASKED
+            assert all(len(member.answers) <= MAX_QUESTIONS for member in group.members)
+        groups.outbox()
+        for peer in peers:
+            assert groups.at_fault(peer, now=NOW) <= {peer, *members_of(peer)}
