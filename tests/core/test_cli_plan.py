@@ -127,6 +127,9 @@ def test_of_many_rejected_the_nearest_are_shown() -> None:
         (["--allow", "12D3KooW"], "too short for a peer"),
         (["--max-price", "-1"], "makes no sense"),
         (["--max-stages", "0"], "makes no sense"),
+        (["--topology", "ring"], "unknown topology 'ring': pipeline, fusion, hybrid"),
+        (["--members", "3"], "add --topology fusion"),
+        (["--topology", "fusion", "--members", "1"], "name 2 to 16"),
     ],
 )
 def test_rule_that_makes_no_sense_is_refused_before_anything_is_loaded(

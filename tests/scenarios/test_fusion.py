@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from safetensors.torch import save_file
@@ -28,7 +29,7 @@ from fusion_node.engine.shard_engine import ShardEngine
 from fusion_node.engine.slice_engine import SliceEngine
 from fusion_node.engine.sliced_stage import SlicedStage
 from fusion_node.engine.stage import Stage
-from fusion_node.errors import FusionError, NoRoute
+from fusion_node.errors import ConfigError, FusionError, NoRoute
 from fusion_node.slices import ModelSlice
 from fusion_node.store import ModelStore, StoredModel
 from fusion_node.types import LayerRange, PeerId, group_id, members_of
@@ -405,6 +406,21 @@ async def test_next_question_of_a_conversation_begins_with_what_the_group_has_ke
     assert again.cached_tokens >= len(PROMPT) // 16 * 16
     alone = await answer(await fusion.client(prefix_cache=False), prompt=longer)
     assert again.token_ids == alone.token_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"wire": "int8"}, "rows go to the members of a group by columns"),
+        ({"numerics": "bf16"}, "members of a group do not compute in bf16: take fp32 or f16r32"),
+        ({"numerics": "fp32+kv8"}, "members of a group do not compute in fp32"),
+        ({"members": 1}, "name 2 to 16"),
+        ({"topology": "pipeline", "members": 2}, "add --topology fusion"),
+    ],
+)
+def test_what_groups_cannot_do_is_refused_at_once(home: Path, options: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        SwarmClient("tiny", home=home, mdns=False, **{"topology": "fusion", **options})
 
 
 async def test_plan_of_a_swarm_of_slices_shows_its_members(fusion: Fusion) -> None:
