@@ -689,7 +689,7 @@ def _check_can_fuse(numerics: NumericsClass, wire: str) -> None:
     """Raises ConfigError where members of a group could not compute together."""
     if wire:
         raise ConfigError("rows go to the members of a group by columns, which --wire int8 does not: leave it out")
-    if numerics.name not in ("fp32", "f16r32"):
+    if numerics.name.partition("+")[0] not in ("fp32", "f16r32"):
         raise ConfigError(f"members of a group do not compute in {numerics.name}: take fp32 or f16r32")
 
 

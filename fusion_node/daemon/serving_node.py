@@ -523,6 +523,7 @@ class ServingNode:
             discovery.table,
             model_id=self._model.model_id,
             own=lambda: None if self._admission.paused is not None else self._engine.layers,
+            is_member=self._slice is not None,
             is_idle=lambda: not self._admission.sessions and self._admission.paused is None,
             is_needed=lambda peer: bool(self._admission.touching(peer)),
         )

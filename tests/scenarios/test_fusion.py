@@ -413,7 +413,7 @@ async def test_next_question_of_a_conversation_begins_with_what_the_group_has_ke
     [
         ({"wire": "int8"}, "rows go to the members of a group by columns"),
         ({"numerics": "bf16"}, "members of a group do not compute in bf16: take fp32 or f16r32"),
-        ({"numerics": "fp32+kv8"}, "members of a group do not compute in fp32"),
+        ({"numerics": "fp16+kv8"}, r"members of a group do not compute in fp16\+kv8"),
         ({"members": 1}, "name 2 to 16"),
         ({"topology": "pipeline", "members": 2}, "add --topology fusion"),
     ],
