@@ -22,6 +22,7 @@ from fusion_node.cli.models import models_app
 from fusion_node.cli.peers import peers
 from fusion_node.cli.place import place
 from fusion_node.cli.plan import plan
+from fusion_node.cli.privacy import privacy_report
 from fusion_node.cli.serve import serve
 from fusion_node.cli.simulate import simulate
 from fusion_node.cli.status import status
@@ -45,6 +46,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(status)
 app.command()(plan)
+app.command()(privacy_report)
 app.command()(place)
 app.command()(simulate)
 app.command()(audit)

@@ -9,8 +9,6 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from safetensors.torch import save_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from fusion_node.cli.main import app
@@ -21,8 +19,7 @@ from fusion_node.engine.draft_training import Trainer
 from fusion_node.engine.drafts import Verified
 from fusion_node.engine.trained_head import TrainedHead
 from fusion_node.errors import ConfigError, UnknownModel
-from fusion_node.store import ModelStore
-from tests.engine.tiny import tiny_model
+from tests.engine.tiny import home_with_tiny
 
 SMALL = ["--tokens", "400", "--answer-tokens", "8", "--batch", "16", "--draft-vocab", "64", "--epochs", "1"]
 ON_CPU = ["--device", "cpu", "--threads", "1"]
@@ -31,21 +28,7 @@ ON_CPU = ["--device", "cpu", "--threads", "1"]
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store with a tiny model that reads characters."""
-    source = tmp_path_factory.mktemp("source") / "tiny"
-    source.mkdir()
-    tiny = tiny_model("llama", num_hidden_layers=3, max_position_embeddings=1024)
-    save_file(tiny.stored, source / "model.safetensors")
-    (source / "config.json").write_text(json.dumps(tiny.config))
-    characters = [chr(code) for code in range(32, 127)] + ["\n"]
-    words = {character: index for index, character in enumerate(["[PAD]", "[BOS]", "[EOS]", "[UNK]", *characters])}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.save(str(source / "tokenizer.json"))
-    (source / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    home = tmp_path_factory.mktemp("home")
-    ModelStore(home).pull(str(source))
-    return home
+    return home_with_tiny(tmp_path_factory, num_hidden_layers=3, max_position_embeddings=1024)
 
 
 def run(home: Path, *words: str) -> tuple[str, str]:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
+
+from fusion_node.store import ModelStore
 
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
 _GROUPED = {**_EXPERTS, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 2}
@@ -165,3 +171,22 @@ def tiny_model(model_type: str, seed: int = 0, *, as_in_module: bool = False, **
                 tensor.normal_(0, 0.1)
     settings = config.to_dict()
     return TinyModel(Path("/nonexistent"), f"tiny-{model_type}", settings, whole, as_in_module)
+
+
+def home_with_tiny(tmp_path_factory: pytest.TempPathFactory, **overrides: Any) -> Path:
+    """A store with a tiny llama, by the name of ``tiny``, that reads characters."""
+    source = tmp_path_factory.mktemp("source") / "tiny"
+    source.mkdir()
+    tiny = tiny_model("llama", **overrides)
+    save_file(tiny.stored, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps(tiny.config))
+    characters = [chr(code) for code in range(32, 127)] + ["\n"]
+    words = {character: index for index, character in enumerate(["[PAD]", "[BOS]", "[EOS]", "[UNK]", *characters])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(source / "tokenizer.json"))
+    (source / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    home = tmp_path_factory.mktemp("home")
+    ModelStore(home).pull(str(source))
+    return home
