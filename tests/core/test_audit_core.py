@@ -292,6 +292,25 @@ def test_a_tensor_to_a_peer_that_is_in_no_plan_is_found() -> None:
     assert share_of(report, "x").places == ()
 
 
+def test_a_forged_digest_is_found_with_both_records() -> None:
+    world = trio().close()
+    run = world.runs["b"]
+    index = next(i for i, e in enumerate(run.events) if isinstance(e, PartialsLine) and e.from_)
+    event = run.events[index]
+    run.events[index] = msgspec.structs.replace(event, digest="0" * 32)
+    report = judged(world)
+    assert kinds(report) == {Kind.DIGEST}
+    assert f"b.log:{event.n}" in report.findings[0].records
+    assert report.sessions[0].num_closed == 4
+
+
+def test_the_same_rows_twice_are_found() -> None:
+    world = trio()
+    world.contribute("a", "b", 0, Exchange.QKV, 6, 1, 33)
+    report = judged(world.close())
+    assert Kind.DUPLICATE in kinds(report), report.counts
+
+
 def test_a_party_without_a_log_is_named_once() -> None:
     report = judged(trio().close(), without="b")
     assert report.counts == {Kind.NO_LOG: 1}
