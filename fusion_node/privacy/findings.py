@@ -9,6 +9,8 @@ import msgspec
 
 from fusion_node.privacy.attacks import count_equal
 
+NEAREST_EMBEDDING, MATCHING = "nearest embedding", "matching"
+
 
 class Solved(msgspec.Struct, frozen=True):
     """What came of taking what was sent for equations in a state of another member.
@@ -45,7 +47,7 @@ class Read(msgspec.Struct, frozen=True):
 
 
 class PromptRead(msgspec.Struct, frozen=True):
-    """A prompt, and what the node's rows before layer 0 said of it when they were looked up among all tokens."""
+    """A prompt, and which tokens' embeddings are nearest to what the node has of the rows before layer 0."""
 
     prompt: str
     recovered: str

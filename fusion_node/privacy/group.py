@@ -17,7 +17,7 @@ import numpy as np
 from fusion_node.engine.node_views import GroupTruth, MemberView
 from fusion_node.engine.public_model import LayerStates, PublicModel
 from fusion_node.privacy.attacks import Floats, relative_error, solve
-from fusion_node.privacy.findings import Solved, Tally
+from fusion_node.privacy.findings import NEAREST_EMBEDDING, Solved, Tally
 from fusion_node.privacy.matching import Seen
 from fusion_node.slices import Dims, Exchange
 
@@ -93,13 +93,13 @@ class GroupAttack:
             if Exchange.GATE_UP in exchanges:
                 self._middle[layer] = self._solve_sums(layer, Exchange.GATE_UP)
 
-    def look_up(self, token_ids: Sequence[int]) -> list[int]:
-        """Looks rows before layer 0 up in the embedding, and returns the tokens that are nearest to the solved ones."""
+    def read(self, token_ids: Sequence[int]) -> list[int]:
+        """Takes rows before layer 0 for the tokens with the nearest embedding, and returns those of the solved ones."""
         solved_TD = self._solve_state(0, Exchange.QKV) if 0 not in self._before else self._before[0]
         random_TD = self._solve_state(0, Exchange.QKV, is_control=True)
-        self._look_up(self.own_name, self._view.columns_Td[0], self._view.own.columns, token_ids)
-        found = self._look_up(SOLVED, solved_TD, range(self._model.dims.hidden), token_ids)
-        self._look_up(RANDOM, random_TD[:, self._others], self._others, token_ids, is_control=True)
+        self._nearest(self.own_name, self._view.columns_Td[0], self._view.own.columns, token_ids)
+        found = self._nearest(SOLVED, solved_TD, range(self._model.dims.hidden), token_ids)
+        self._nearest(RANDOM, random_TD[:, self._others], self._others, token_ids, is_control=True)
         return found
 
     def views(self) -> list[Seen]:
@@ -121,11 +121,11 @@ class GroupAttack:
             Seen(SHUFFLED, shuffled, lambda s: s.before_TD[:, columns], is_control=True),
         ]
 
-    def _look_up(
+    def _nearest(
         self, name: str, rows_Td: Floats, columns: Sequence[int], true: Sequence[int], *, is_control: bool = False
     ) -> list[int]:
         found: list[int] = self._model.nearest_tokens(rows_Td, columns).tolist()
-        self._tally.note_read(name, "look-up", 0, self._model.vocabulary, found, true, is_control=is_control)
+        self._tally.note_read(name, NEAREST_EMBEDDING, 0, self._model.vocabulary, found, true, is_control=is_control)
         return found
 
     def _true_state(self, layer: int, exchange: Exchange) -> Floats:

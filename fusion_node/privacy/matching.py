@@ -15,7 +15,7 @@ import numpy as np
 
 from fusion_node.engine.public_model import LayerStates, Prompt, PublicModel
 from fusion_node.privacy.attacks import Floats, choose_candidates, nearest
-from fusion_node.privacy.findings import Tally
+from fusion_node.privacy.findings import MATCHING, Tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,5 +63,5 @@ def match_views(
             for layer, rows_TX in view.rows.items():
                 found = candidates[nearest(rows_TX[position], view.make(states[layer]))]
                 tally.note_read(
-                    view.name, "matching", layer, len(candidates), [found], [true], is_control=view.is_control
+                    view.name, MATCHING, layer, len(candidates), [found], [true], is_control=view.is_control
                 )

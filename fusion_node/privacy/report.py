@@ -20,7 +20,7 @@ from fusion_node.engine.stage import Stage
 from fusion_node.engine.weights import TensorSource
 from fusion_node.errors import ConfigError
 from fusion_node.privacy.attacks import count_equal
-from fusion_node.privacy.findings import PromptRead, Report, Tally
+from fusion_node.privacy.findings import MATCHING, NEAREST_EMBEDDING, PromptRead, Report, Tally
 from fusion_node.privacy.group import GroupAttack
 from fusion_node.privacy.matching import Seen, match_views
 from fusion_node.slices import check_weights
@@ -124,7 +124,7 @@ def make_report(
 
 
 Taken = Iterator[tuple[Sequence[int], list[int], int]]
-"""Per prompt its tokens, those that were read by look-up, and how many columns the node was sent of a state."""
+"""Per prompt its tokens, those whose embeddings are nearest, and how many columns the node was sent of a state."""
 
 
 def _attack_group(
@@ -152,7 +152,7 @@ def _attack_group(
         tally.sent_bytes += view.num_bytes
         attack = GroupAttack(model, view, truth, prompt.states, tally, rng)
         attack.solve()
-        found = attack.look_up(token_ids)
+        found = attack.read(token_ids)
         match_views(
             model,
             prompt,
@@ -190,7 +190,7 @@ def _attack_stages(
         tally.sent_bytes += sum(view.num_bytes for view in views)
         rows = {view.layer: view.rows_TD for view in views}
         found: list[int] = model.nearest_tokens(rows[0], range(hidden)).tolist()
-        tally.note_read(_ROWS, "look-up", 0, model.vocabulary, found, token_ids)
+        tally.note_read(_ROWS, NEAREST_EMBEDDING, 0, model.vocabulary, found, token_ids)
         shuffled = {layer: np.roll(rows_TD, 1, axis=0) for layer, rows_TD in rows.items()}
         match_views(
             model,
@@ -239,7 +239,7 @@ def _check(prompts: Sequence[Sequence[int]], settings: Settings) -> None:
 def _conclude(settings: Settings, tally: Tally, texts: Sequence[PromptRead], columns: int, hidden: int) -> str:
     read, total = sum(text.num_recovered for text in texts), sum(text.num_tokens for text in texts)
     if settings.topology == PIPELINE:
-        matched = [found for found in tally.read if found.attack == "matching" and not found.is_control]
+        matched = [found for found in tally.read if found.attack == MATCHING and not found.is_control]
         least = min(found.found / found.tried for found in matched)
         return (
             f"Every stage was sent whole rows: the first one's are the text itself ({read} of {total} tokens), and of "

@@ -22,7 +22,7 @@ from fusion_node.engine.public_model import PublicModel
 from fusion_node.engine.stage import Stage
 from fusion_node.errors import ConfigError, FusionError, LocalProtocolError
 from fusion_node.privacy.attacks import choose_candidates, nearest, relative_error, solve
-from fusion_node.privacy.findings import Read, Report
+from fusion_node.privacy.findings import MATCHING, NEAREST_EMBEDDING, Read, Report
 from fusion_node.privacy.group import RANDOM, SHUFFLED, SOLVED, GroupAttack, Tally
 from fusion_node.privacy.report import Settings, cut_layers, make_report
 from fusion_node.slices import Exchange
@@ -127,13 +127,13 @@ def test_a_member_reads_every_token_from_what_it_is_sent(weights: tuple[int, ...
         elif solved.equations < solved.unknowns:
             assert solved.error > 0.1, solved
     assert [(t.num_tokens, t.num_recovered) for t in report.prompts] == [(25, 25)]
-    for attack, tried in (("look-up", 25), ("matching", 12)):
+    for attack, tried in ((NEAREST_EMBEDDING, 25), (MATCHING, 12)):
         for found in of_kind(report, attack, is_control=False):
             assert (found.found, found.tried) == (tried, tried), found
         for control in of_kind(report, attack, is_control=True):
             # By chance none or one of 25 is found among 131, or of 12 among 64.
             assert control.found <= 3, control
-    assert {found.layer for found in of_kind(report, "matching", is_control=True)} == {0, 1}
+    assert {found.layer for found in of_kind(report, MATCHING, is_control=True)} == {0, 1}
     assert report.positions == 12
     assert "read 25 of 25 tokens" in report.conclusion
 
@@ -144,7 +144,7 @@ def test_a_group_that_rounds_to_16_bits_is_read_as_well() -> None:
     # The first layer is sent numbers that 16 bits hold.
     assert 1e-5 < max(errors) < 1e-2
     assert report.prompts[0].num_recovered == 25
-    for found in of_kind(report, "matching", is_control=False):
+    for found in of_kind(report, MATCHING, is_control=False):
         if "sum of squares" not in found.seen:
             assert found.found == 4, found
 
@@ -157,7 +157,7 @@ def test_experts_change_nothing_for_queries_keys_and_values() -> None:
     assert max(errors) < 1e-4
     assert not any("gates" in found.sent for found in report.solved)
     assert report.prompts[0].num_recovered == 25
-    assert all(found.found == 3 for found in of_kind(report, "matching", is_control=False))
+    assert all(found.found == 3 for found in of_kind(report, MATCHING, is_control=False))
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_an_attack_reads_nothing_of_the_truth() -> None:
         tally = Tally()
         attack = GroupAttack(public(model), view, measured_by, states, tally, np.random.default_rng(0))
         attack.solve()
-        found.append(attack.look_up(PROMPT))
+        found.append(attack.read(PROMPT))
         errors.append(max(f.error for f in tally.solved if f.sent == "contributions to Q, K and V"))
     assert found[0] == found[1] == PROMPT
     assert errors[0] < 1e-4
@@ -214,7 +214,7 @@ def test_the_control_would_show_an_attack_that_cheats() -> None:
 def test_a_stage_is_sent_what_says_every_token() -> None:
     report = reported(small(), Settings(topology="pipeline", weights=(1, 1), num_candidates=64, num_positions=12))
     assert not report.solved
-    assert {(f.layer, f.attack) for f in report.read} == {(0, "look-up"), (0, "matching"), (1, "matching")}
+    assert {(f.layer, f.attack) for f in report.read} == {(0, NEAREST_EMBEDDING), (0, MATCHING), (1, MATCHING)}
     for found in report.read:
         assert found.found <= 2 if found.is_control else found.found == found.tried, found
     assert (report.member, report.columns) == (None, 48)
