@@ -115,6 +115,10 @@ to itself, and takes the cores for it from what else they have to do. What is wi
 round trips of 50 ms it saves a fifth of what all cores compute; with two cores for all processes nothing else comes of
 it, and with 1.3 a tenth of the time."""
 
+SHARED_PRICE_RATIO = 1.5
+"""Of what a row costs to what it costs while nobody else waits, from which on others do: two frames of one's own double
+it now and then."""
+
 DRAFT_SHARE = 0.2
 """Of the probability from which on nodes are sent, that they must have to be drafted from: they become five times as
 probable within a few tokens, or never. All of it where rows are dear: so is drafting."""
@@ -141,7 +145,9 @@ _WEIGHT = 0.125
 """Of a new measurement in a running mean: that of TCP's round-trip time (RFC 6298)."""
 
 _RISE_WEIGHT = _WEIGHT / 8
-"""Of a higher price in the least one: prices are double where another frame waits, and fall by mistake."""
+MAX_LEAST_RATIO = 2.0
+"""Of a higher price in the least one: prices are double where another frame waits, and fall by mistake. By more than so
+many times it is others that wait, for as long as they do."""
 
 
 # what the core asks of its shell, and tells it
@@ -429,6 +435,7 @@ class SpeculationCore:
         self._prices: list[float] = []
         self._least_prices: list[float] = []
         """What a row costs while nobody else waits: near the least that was seen lately."""
+        self._lowest_prices: list[float] = []
         self._uplink_row_s = 0.0
         self._commit_times: deque[MonotonicS] = deque(maxlen=RATE_TOKENS + 1)
         self._events: deque[SpeculationEvent] = deque()
@@ -727,11 +734,14 @@ class SpeculationCore:
             self._passes = [_PassTime() for _ in costs]
             self._prices = [_believed(cost.price_s) for cost in costs]
             self._least_prices = list(self._prices)
+            self._lowest_prices = list(self._prices)
         for index, cost in enumerate(costs):
             price = _believed(cost.price_s)
             self._prices[index] += _WEIGHT * (price - self._prices[index])
+            self._lowest_prices[index] = min(self._lowest_prices[index], price)
             rise = price - self._least_prices[index]
-            self._least_prices[index] += rise * (_WEIGHT if rise < 0.0 else _RISE_WEIGHT)
+            least = self._least_prices[index] + rise * (_WEIGHT if rise < 0.0 else _RISE_WEIGHT)
+            self._least_prices[index] = min(least, MAX_LEAST_RATIO * self._lowest_prices[index])
         stats = self.stats
         stats.price_s = sum(self._prices) + self._uplink_row_s
         draft_s = self._draft_time.predict(1)
@@ -848,8 +858,10 @@ class SpeculationCore:
         return min(1.0, (DEAR_ROWS * row_s / latency_s) ** 4)
 
     def _pass_dearness(self) -> float:
-        """The same of passes: there is nothing dear about them where it is the wire that makes rows so."""
-        return 0.0 if self._is_wire_slow() else self._dearness()
+        """The same of passes: there is nothing dear about them where it is the wire that makes rows so, or others wait,
+        who share them."""
+        is_shared = sum(self._prices) > SHARED_PRICE_RATIO * sum(self._least_prices)
+        return 0.0 if is_shared or self._is_wire_slow() else self._dearness()
 
     def _chain(self) -> list[TreeNode]:
         """The root, and below it the first candidates of each as far as they are worth a row."""
