@@ -401,7 +401,9 @@ class _Session:
 
     def _judge_epoch(self, plan: RoutePlan, entries: Sequence[Entry]) -> None:
         """Whether the entries of one epoch, in the order in which they were to be answered, are closed."""
-        answered = max((entry.end for entry in entries if entry.results), default=-1)
+        # What was sent to the user may have been lost with the node that sent it.
+        came = [e for e in entries if any(frame.received is not None for frame in e.results.values())]
+        answered = max((entry.end for entry in came), default=-1)
         is_last = plan.epoch == max(self._plans)
         judge = EntryJudge(plan, self._orders, self._parties, has_trees=self._has_trees)
         for entry in entries:

@@ -177,6 +177,22 @@ def test_a_step_without_a_result_is_open_unless_its_user_was_killed(is_killed: b
     assert kinds(report) == (set() if is_killed else {Kind.MISSING})
 
 
+def test_results_of_a_frozen_node_that_never_came_are_given_up() -> None:
+    world = World((group(0, 2, "a"), group(2, 4, "b")))
+    world.steps(4)
+    for _ in range(2):
+        world.step(1, returns=False)
+        world.carry("b", USER, ResultLine(0, 0, rows=1, width=96, sequence=world.next_sequence - 1), received=False)
+    world.kill("b")
+    world.repair((group(0, 2, "a"), group(2, 4, "c")))
+    world.replay(1, 0, covers=1, rows=4)
+    world.next_sequence, world.next_node = 1, 5
+    world.steps(1, 1)
+    report = judged(world.close())
+    assert kinds(report) == {Kind.WHOLE}, report.findings
+    assert (report.sessions[0].num_closed, report.sessions[0].num_given_up) == (3, 2)
+
+
 def test_sessions_of_users_who_gave_no_log_are_not_judged() -> None:
     world = trio().close()
     stranger = World(world.stages, session=b"x" * 16)
