@@ -35,6 +35,9 @@ from scheduler.plans import Avoid, Reason, Rejection
 from scheduler.rules import Rules
 from scheduler.topology import SPEED_ROWS, Candidate, Leg, Legs, Speed
 
+MAX_SPLITS = 64
+"""Layer ranges and splits of which groups are formed."""
+
 MAX_PER_SLICE = 8
 """Holders of one slice that are considered, the best by themselves."""
 
@@ -136,17 +139,21 @@ def form_groups(
     groups: dict[PeerId, Candidate] = {}
     weights_of: dict[PeerId, tuple[int, ...]] = {}
     missing: list[MissingSlice] = []
-    splits = {(each.layers, each.weights) for each in [*usable, *(holder for holder, _ in rejected)]}
-    for layers, weights in sorted(splits):
-        if not _is_wanted(weights, num_members) or table.problem(weights):
-            continue
+    turned_away: dict[tuple[tuple[int, ...], int], list[tuple[SliceHolder, Rejection]]] = {}
+    for each in rejected:
+        turned_away.setdefault((each[0].weights, each[0].index), []).append(each)
+    of_slice: dict[tuple[tuple[int, ...], int], list[SliceHolder]] = {}
+    for holder in usable:
+        of_slice.setdefault((holder.weights, holder.index), []).append(holder)
+    for layers, weights in _splits(usable, [holder for holder, _ in rejected], table, num_members):
         by_index = [
-            [each for each in usable if each.weights == weights and each.index == k and _holds(each, layers)]
-            for k in range(len(weights))
+            [each for each in of_slice.get((weights, k), ()) if _holds(each, layers)] for k in range(len(weights))
         ]
         gaps = [k for k, found in enumerate(by_index) if not found]
         if gaps:
-            missing += [MissingSlice(layers, k, weights, _why_missing(k, layers, weights, rejected)) for k in gaps]
+            missing += [
+                MissingSlice(layers, k, weights, _why_missing(layers, turned_away.get((weights, k), ()))) for k in gaps
+            ]
             continue
         found = _best_groups(by_index, layers, weights, table)
         if not found:
@@ -155,6 +162,24 @@ def form_groups(
             groups.setdefault(candidate.peer, candidate)
             weights_of[candidate.peer] = weights
     return Formed(tuple(groups.values()), weights_of, tuple(rejection for _, rejection in rejected), tuple(missing))
+
+
+def _splits(
+    usable: Iterable[SliceHolder], others: Iterable[SliceHolder], table: _Table, num_members: int | None
+) -> list[tuple[LayerRange, tuple[int, ...]]]:
+    """Layers and how they are split, the most promising by what each slice costs on the best of its holders.
+
+    Anybody can announce slices of splits that nobody else has: those without a holder for each slice come last.
+    """
+    best: dict[tuple[LayerRange, tuple[int, ...]], list[float]] = {}
+    for holder in others:
+        if _is_wanted(holder.weights, num_members) and not table.problem(holder.weights):
+            best.setdefault((holder.layers, holder.weights), [math.inf] * len(holder.weights))
+    for holder in usable:
+        costs = best.setdefault((holder.layers, holder.weights), [math.inf] * len(holder.weights))
+        costs[holder.index] = min(costs[holder.index], _alone(holder, table)[0])
+    order = sorted(best, key=lambda key: (sum(map(math.isinf, best[key])), max(best[key]), key))
+    return sorted(order[:MAX_SPLITS])
 
 
 class GroupLegs:
@@ -327,14 +352,12 @@ _WHY_MISSING = {
 }
 
 
-def _why_missing(
-    index: int, layers: LayerRange, weights: tuple[int, ...], rejected: Iterable[tuple[SliceHolder, Rejection]]
-) -> str:
-    reasons = {
-        rejection.reason
-        for holder, rejection in rejected
-        if holder.weights == weights and holder.index == index and _holds(holder, layers)
-    }
+def _why_missing(layers: LayerRange, turned_away: Iterable[tuple[SliceHolder, Rejection]]) -> str:
+    """
+    Args:
+        turned_away: holders of the slice.
+    """
+    reasons = {rejection.reason for holder, rejection in turned_away if _holds(holder, layers)}
     return next((why for reason, why in _WHY_MISSING.items() if reason in reasons), HELD_BY_NOBODY)
 
 

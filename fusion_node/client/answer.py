@@ -301,7 +301,7 @@ class AnswerShell:
                 self._routing = self._spawn(self._find_route(replace(event, avoid_peers=avoided)))
             case WantsConnection(place):
                 self._groups.know(place.peer)
-                if all(map(self._connection.links.is_connected, members_of(place.peer))):
+                if all(self._is_linked(PeerId(each.peer), place.stage.is_group) for each in place.stage.places):
                     self.core.connected(place.peer, now=self._now())
                 else:
                     self._spawn(self._connect(place))
@@ -370,6 +370,10 @@ class AnswerShell:
         self._groups.know(place.peer)
         tried = await asyncio.gather(*(self._try_link(each, place.stage.is_group) for each in place.stage.places))
         return next((error for error in tried if error is not None), None)
+
+    def _is_linked(self, peer: PeerId, is_member: bool) -> bool:
+        links = self._connection.links
+        return links.is_connected(peer) and (not is_member or FUSION_FEATURE in links.features(peer))
 
     async def _try_link(self, node: PlanMember, is_member: bool) -> PeerError | None:
         peer, addresses, links = PeerId(node.peer), dialled_at(node), self._connection.links

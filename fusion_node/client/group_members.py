@@ -35,27 +35,23 @@ def with_members(
 def kept_candidates(
     stages: Iterable[tuple[MeasuredNode, LayerRange]], holders: Iterable[SliceHolder]
 ) -> list[Candidate]:
-    """Groups that stay, as candidates whose members nobody else may have.
+    """Groups that stay, as candidates whose members nobody else may have, and whose price counts.
 
     Args:
         holders: of slices, as they announce themselves now: perhaps not any more.
     """
     known = {holder.peer: holder.candidate for holder in holders}
     unknown = Speed(0.0, 0.0, 0.0)
-    return [
-        Candidate(
-            group.peer,
-            layers,
-            unknown,
-            0,
-            members=tuple(
-                replace(known[peer], layers=layers) if peer in known else Candidate(peer, layers, unknown, 0)
-                for peer in members_of(group.peer)
-            ),
+    found = []
+    for group, layers in stages:
+        members = tuple(
+            replace(known[peer], layers=layers) if peer in known else Candidate(peer, layers, unknown, 0)
+            for peer in members_of(group.peer)
         )
-        for group, layers in stages
-        if group.members
-    ]
+        if group.members:
+            price = sum(member.price for member in members)
+            found.append(Candidate(group.peer, layers, unknown, 0, price=price, members=members))
+    return found
 
 
 def rejections_of_members(
@@ -63,20 +59,22 @@ def rejections_of_members(
 ) -> list[Rejection]:
     """Why each candidate does not serve: of nodes that hold slices, instead of why each group of them does not."""
     serving = {peer for stage in answer.route for peer in members_of(stage.peer)} if isinstance(answer, Planned) else ()
-    of_groups = [each for each in answer.rejections if is_group(each.peer)]
+    # Of each member the best of its groups.
+    with_it: dict[PeerId, Rejection] = {}
+    for each in sorted(answer.rejections, key=lambda each: (each.excess_s is None, each.excess_s or 0.0, each.peer)):
+        for peer in members_of(each.peer) if is_group(each.peer) else ():
+            with_it.setdefault(peer, each)
     found = [each for each in answer.rejections if not is_group(each.peer)] + list(formed.rejections)
     told = {each.peer for each in formed.rejections}
     for holder in holders:
         if holder.peer not in told and holder.peer not in serving:
             told.add(holder.peer)
-            found.append(_rejection(holder, of_groups, formed))
+            found.append(_rejection(holder, with_it.get(holder.peer), formed))
     return sorted(found, key=lambda each: (each.peer, each.layers))
 
 
-def _rejection(holder: SliceHolder, of_groups: Iterable[Rejection], formed: Formed) -> Rejection:
-    with_it = [each for each in of_groups if holder.peer in members_of(each.peer)]
-    if with_it:
-        best = min(with_it, key=lambda each: (each.excess_s is None, each.excess_s or 0.0, each.peer))
+def _rejection(holder: SliceHolder, best: Rejection | None, formed: Formed) -> Rejection:
+    if best is not None:
         return Rejection(holder.peer, holder.layers, best.reason, best.text, best.excess_s, best.via)
     for gap in formed.missing:
         if gap.weights == holder.weights and gap.layers == holder.layers:

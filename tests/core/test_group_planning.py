@@ -13,7 +13,7 @@ import pytest
 from fusion_node.slices import Dims, Exchange, exchange_width, split
 from fusion_node.types import LayerRange, PeerId, group_id, members_of
 from scheduler.cost_model import Workload, exchange_s_per_layer, route_cost, seconds_per_layer
-from scheduler.groups import EXCHANGE_MESSAGE_S, MAX_WAYS, Formed, GroupLegs, SliceHolder, form_groups
+from scheduler.groups import EXCHANGE_MESSAGE_S, MAX_SPLITS, MAX_WAYS, Formed, GroupLegs, SliceHolder, form_groups
 from scheduler.planner import plan_patch, plan_route
 from scheduler.plans import Avoid, Planned, Reason, Uncovered
 from scheduler.rules import Rules
@@ -180,6 +180,21 @@ def test_among_many_ways_members_are_exchanged_until_none_is_better() -> None:
     found = formed(*holders)
     fastest = [min((h for h in holders if h.index == k), key=lambda h: h.candidate.speed.rows_1_s) for k in range(3)]
     assert members_of(found.groups[0].peer) == tuple(each.peer for each in fastest)
+
+
+def test_splits_that_nobody_can_complete_take_no_place_and_many_of_them_little_work() -> None:
+    strange = [
+        holder(f"s{number}", 0, (1, 2 + number % 900), start, 30) for start in range(20) for number in range(200)
+    ]
+    found = formed(*THREE, *strange)
+    assert {members_of(group.peer) for group in found.groups} == {("a", "b", "c")}
+    assert len({(each.layers, each.weights) for each in found.missing}) < MAX_SPLITS
+    pairs = [
+        holder(f"p{number}-{k}", k, (1, 2 + number), speed=0.01) for number in range(3 * MAX_SPLITS) for k in range(2)
+    ]
+    found = formed(*pairs, *THREE)
+    assert len({found.weights[group.peer] for group in found.groups}) == MAX_SPLITS
+    assert ("a", "b", "c") in {members_of(group.peer) for group in found.groups}, "it is faster than all of them"
 
 
 def test_legs_to_groups_are_the_longest_to_a_member_one_by_one_and_in_bulk() -> None:

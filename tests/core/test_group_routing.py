@@ -15,7 +15,7 @@ from fusion_node.client.answer_core import WantsAlternates
 from fusion_node.client.answer_routes import Answer, AnswerRoutes, Work
 from fusion_node.client.generation import GenerationStats
 from fusion_node.client.hosts import hosts_of
-from fusion_node.client.overview import look_around
+from fusion_node.client.overview import NodeView, ShardView, _models, _splits
 from fusion_node.client.plan_view import PlanView, view_of
 from fusion_node.client.routing import Router
 from fusion_node.client.sampling import SamplingParams
@@ -110,23 +110,29 @@ async def test_pipeline_does_not_see_slices_and_says_what_they_are_for(swarm: Sw
     }
 
 
-async def test_slices_are_part_of_neither_coverage_nor_placement(swarm: Swarm) -> None:
+async def test_slices_are_no_part_of_placement(swarm: Swarm) -> None:
     await group(swarm, "0/2", "1/2", stop=6)
     whole = await swarm.node(shard(6, 12))
     await swarm.router()
-    overview = await look_around(swarm.connection, MODEL)
-    [model] = overview.models
-    assert model.holders_per_layer == (0,) * 6 + (1,) * 6
-    assert sorted(s.slice for node in overview.nodes for s in node.shards) == ["", "0/2", "1/2"]
-    [split] = overview.splits
-    assert (split.start, split.stop, split.slices, split.holders_per_slice) == (0, 6, ("0/2", "1/2"), (1, 1))
-    assert slices(split).plain == "tiny f16r32  0:6 in slices  all 2 held 1×"
-    await group(swarm, "0/2:1", "0/2:1", stop=6)
-    _, uneven = (await look_around(swarm.connection, MODEL)).splits
-    assert (uneven.slices, uneven.holders_per_slice) == (("0/2:1", "1/2:1"), (2, 0))
-    assert slices(uneven).plain.endswith("1/2:1 held by nobody")
     hosts = hosts_of(await swarm.connection.find(MODEL), MODEL, "f16r32", NUM_LAYERS)
     assert [host.peer for host in hosts] == [whole.peer]
+
+
+def shown(start: int, stop: int, slice_: str = "", *, round_trip_ms: float | None = 1.0) -> NodeView:
+    held = ShardView("tiny", MODEL, start, stop, NUM_LAYERS, "f16r32", 1.0, 64, slice=slice_)
+    return NodeView("peer", "", "cpu", "test", (), 0.0, round_trip_ms, 0, 0, (held,), {}, "")
+
+
+def test_slices_are_no_part_of_coverage_and_are_shown_beside_it() -> None:
+    nodes = [shown(6, 12), shown(0, 6, "0/2"), shown(0, 6, "1/2"), shown(0, 6, "0/2:1"), shown(0, 6, "0/2:1")]
+    nodes.append(shown(0, 6, "1/2:1", round_trip_ms=None))  # a ghost
+    [model] = _models(nodes)
+    assert model.holders_per_layer == (0,) * 6 + (1,) * 6
+    even, uneven = _splits(nodes)
+    assert (even.start, even.stop, even.slices, even.holders_per_slice) == (0, 6, ("0/2", "1/2"), (1, 1))
+    assert slices(even).plain == "tiny f16r32  0:6 in slices  all 2 held 1×"
+    assert (uneven.slices, uneven.holders_per_slice) == (("0/2:1", "1/2:1"), (2, 0))
+    assert slices(uneven).plain.endswith("1/2:1 held by nobody")
 
 
 async def test_error_names_the_slice_that_nobody_holds_and_how_to_serve_it(swarm: Swarm) -> None:
@@ -148,9 +154,7 @@ async def test_error_names_the_slice_that_nobody_holds_and_how_to_serve_it(swarm
 async def test_error_tells_of_wrong_sizes_and_rules(swarm: Swarm) -> None:
     nodes = await group(swarm, "0/2", "1/2")
     three = await router_for(swarm, members=3)
-    with pytest.raises(
-        NoRoute, match=r"no fusion group of 3 .*slices for groups of 2: start .*--slice 0/3 --layers"
-    ):
+    with pytest.raises(NoRoute, match=r"no fusion group of 3 .*slices for groups of 2: start .*--slice 0/3 --layers"):
         await three.route(64, wait=False)
     denied = await router_for(swarm, rules=UserRules(deny=(nodes[1].peer,)))
     with pytest.raises(NoRoute, match=r"slice 1/2 of layers 0:12 is held by nobody whom your rules allow$"):
