@@ -17,8 +17,8 @@ if __name__ == "__main__":
         main_of_groups(
             "fusion",
             MEASUREMENTS,
-            description="Bytes of the exchange against their lower bound, its time against torch.distributed, and whole "
-            "answers against a pipeline and against the plan, of the built-in model. In full, wire takes about half a "
-            "minute, exchange two and answers ten, on a machine that does nothing else.",
+            description="Bytes of the exchange against their lower bound, its time against torch.distributed, and "
+            "whole answers against a pipeline and against the plan, of the built-in model. In full, wire takes about "
+            "half a minute, exchange two and answers ten, on a machine that does nothing else.",
         )
     )

@@ -8,6 +8,7 @@ import itertools
 import json
 import sys
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ class LocalNode:
     name: str
     layers: LayerRange
     process: asyncio.subprocess.Process
+    slice: str = ""
     state: str = "starting"
     peer: str = ""
     addresses: tuple[str, ...] = ()
@@ -65,6 +67,7 @@ class LocalSwarm:
         folder: for their keys.
         threads: of each.
         line: that each of them emulates (p2p.link_emulation); None: none.
+        is_audited: each keeps an audit log in the folder, as ``NAME.audit``.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class LocalSwarm:
         threads: int,
         numerics: str,
         line: LineShape | None = None,
+        is_audited: bool = False,
     ) -> None:
         self._model = model
         self._folder = folder
@@ -83,6 +87,7 @@ class LocalSwarm:
         self._threads = threads
         self._numerics = numerics
         self._line = line
+        self._is_audited = is_audited
         self._readers: list[asyncio.Task[None]] = []
         self.nodes: list[LocalNode] = []
 
@@ -92,13 +97,18 @@ class LocalSwarm:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
-    async def start(self, ranges: list[LayerRange]) -> None:
-        """Starts one process per range and returns when all listen; they go on to load."""
-        first = await self._spawn("node 1", ranges[0], peer=None)
+    async def start(self, ranges: list[LayerRange], *, slices: Sequence[str] = ()) -> None:
+        """Starts one process per range and returns when all listen; they go on to load.
+
+        Args:
+            slices: of the last ones, which hold no more of their layers (``--slice``).
+        """
+        texts = [""] * (len(ranges) - len(slices)) + list(slices)
+        first = await self._spawn("node 1", ranges[0], texts[0], peer=None)
         await self._wait(first, first.listening)
         others = [
-            await self._spawn(f"node {number}", layers, peer=first.addresses[0])
-            for number, layers in enumerate(ranges[1:], start=2)
+            await self._spawn(f"node {number}", layers, text, peer=first.addresses[0])
+            for number, (layers, text) in enumerate(zip(ranges[1:], texts[1:], strict=True), start=2)
         ]
         await asyncio.gather(*(self._wait(node, node.listening) for node in others))
 
@@ -125,14 +135,16 @@ class LocalSwarm:
                 await node.process.wait()
         await asyncio.gather(*self._readers, return_exceptions=True)
 
-    async def _spawn(self, name: str, layers: LayerRange, *, peer: str | None) -> LocalNode:
-        key = self._folder / f"{name.replace(' ', '-')}.key"
+    async def _spawn(self, name: str, layers: LayerRange, slice_: str, *, peer: str | None) -> LocalNode:
+        key, log = (self._folder / f"{name.replace(' ', '-')}.{kind}" for kind in ("key", "audit"))
         command: list[str] = [
             sys.executable, "-m", "fusion_node.cli.main", "join", self._model,
             "--layers", str(layers), "--identity", str(key), "--threads", str(self._threads),
             "--numerics", self._numerics, "--listen", "127.0.0.1:0", "--no-mdns", "--log-format", "json",
         ]  # fmt: skip
         command += ["--until-stdin-ends"]
+        command += ["--slice", slice_] if slice_ else []
+        command += ["--audit-log", str(log)] if self._is_audited else []
         command += ["--peer", peer] if peer else []
         command += ["--home", str(self._home)] if self._home else []
         command += emulation_options(self._line)
@@ -142,7 +154,7 @@ class LocalSwarm:
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
         )
-        node = LocalNode(name, layers, process)
+        node = LocalNode(name, layers, process, slice_)
         self.nodes.append(node)
         self._readers.append(asyncio.ensure_future(self._read(node)))
         return node
@@ -185,5 +197,13 @@ def split_evenly(num_layers: int, num_nodes: int) -> list[LayerRange]:
 def describe_nodes(nodes: list[LocalNode]) -> list[dict[str, Any]]:
     """For ``--json``."""
     return [
-        {"name": n.name, "pid": n.process.pid, "peer": n.peer, "layers": str(n.layers), "state": n.state} for n in nodes
+        {
+            "name": n.name,
+            "pid": n.process.pid,
+            "peer": n.peer,
+            "layers": str(n.layers),
+            "slice": n.slice,
+            "state": n.state,
+        }
+        for n in nodes
     ]

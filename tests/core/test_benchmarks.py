@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.fusion.__main__ import MEASUREMENTS as FUSION
 from benchmarks.network.__main__ import MEASUREMENTS as NETWORK
 from benchmarks.report import main_of_groups
 from benchmarks.scheduler.__main__ import MEASUREMENTS as SCHEDULER
@@ -21,7 +22,11 @@ def run(quick):
 """
 
 
-@pytest.mark.parametrize("groups", [NETWORK, SCHEDULER, SPECULATION], ids=["network", "scheduler", "speculation"])
+@pytest.mark.parametrize(
+    "groups",
+    [FUSION, NETWORK, SCHEDULER, SPECULATION],
+    ids=["fusion", "network", "scheduler", "speculation"],
+)
 def test_every_group_is_there(groups: dict[str, str]) -> None:
     assert [module for module in groups.values() if importlib.util.find_spec(module) is None] == []
 
