@@ -558,7 +558,7 @@ class Exchanges:
     def _is_ready(self, group: _Group, unit: Unit) -> bool:
         before = unit.before
         if unit.position >= 0:
-            return None not in unit.got and (before is None or before.position > unit.position)
+            return (before is None or before.position > unit.position) and _is_complete(unit)
         if before is not None and (unit.is_alone or before.position < 0):
             return False
         fits = group.begun_rows + unit.num_rows <= MAX_BEGUN_ROWS or not group.begun_rows
@@ -582,6 +582,11 @@ class Exchanges:
         return Fault(group.session, LATE_PARTIALS, reason, missing[0] if len(missing) == 1 else "")
 
 
+def _is_complete(unit: Unit) -> bool:
+    # By identity: tensors compare themselves with None at length.
+    return all(part is not None for part in unit.got)
+
+
 def _late_at(group: _Group) -> float | None:
     """When its first unit has waited too long for others; None while it waits for nobody."""
     unit = next(iter(group.units.values()), None)
@@ -589,7 +594,7 @@ def _late_at(group: _Group) -> float | None:
         return None
     if unit.position < 0:
         return unit.since + QUEUE_S
-    return unit.since + LATE_S if None in unit.got else None
+    return None if _is_complete(unit) else unit.since + LATE_S
 
 
 def _bad(group: _Group, culprit: str, reason: str) -> Fault:

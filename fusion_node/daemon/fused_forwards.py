@@ -1,8 +1,9 @@
 """Steps through a slice of layers, together with the other members of their groups.
 
-It stands where Forwards stands in a node of whole layers. The event loop decides and never computes: the exchange core
-says which units are ready, and the thread of the device takes them through one exchange, from the contributions of all
-members to those that the others get. They leave in one message for each other member, whatever sessions they are of.
+It stands where Forwards stands in a node of whole layers. The event loop decides: the exchange core says which units
+are ready, and the thread of the device takes them through one exchange, from the contributions of all members to those
+that the others get. They leave in one message for each other member, whatever sessions they are of. Only what takes
+less than the way to that thread and back is computed where it is decided.
 """
 
 from __future__ import annotations
@@ -33,6 +34,13 @@ from fusion_node.slices import exchange_width
 from fusion_node.types import MonotonicS, PeerId
 from fusion_node.wire import MAX_PAYLOAD_BYTES
 from p2p.messages import MAX_PARTIALS, Partials, PartialsEntry, StageTiming
+
+MAX_INLINE_S = 0.001
+"""A batch that takes less is computed on the event loop's thread: to hand it to another one and back takes about as
+long, and a token passes some hundred. Others wait for it no longer than for a large message."""
+
+LEARN_SHARE = 0.125
+"""Weight of a batch in what batches of about its rows take."""
 
 _MAX_US = 2**32 - 1
 
@@ -101,6 +109,7 @@ class _Flight:
         out: messages to other members, with their payloads.
         lost: why a session cannot go on: through a fault of this member's, or of another one.
         has_changed: what begins has its KV in its place.
+        own_s: that the thread itself has computed of its seconds, whatever else the machine does.
     """
 
     batch: Batch
@@ -111,6 +120,7 @@ class _Flight:
     lost: dict[Session, Fault] = field(default_factory=dict)
     has_changed: bool = False
     seconds: float = 0.0
+    own_s: float = 0.0
 
 
 class FusedForwards:
@@ -154,6 +164,8 @@ class FusedForwards:
         """Per member, for one row in one layer."""
         self._device = ThreadPoolExecutor(1, thread_name_prefix="device-0", initializer=prepare_thread)
         self._time = ForwardTime()
+        self._batch_s: dict[int, float] = {}
+        """What a batch takes, by the number of bits of its rows, and whether it begins (then negative)."""
         self._flight: _Flight | None = None
         self._is_stopped = False
         self._will_pump = False
@@ -298,13 +310,21 @@ class FusedForwards:
             for unit in beginning:
                 waited_s = (_now_us() - unit.payload.step.queued_us) / 1e6
                 self._pace.step_began(unit.num_rows, waited_s, self._clock())
-        future = asyncio.get_running_loop().run_in_executor(self._device, self._compute, flight)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None]
+        if self._batch_s.get(_size_of(batch), MAX_INLINE_S) < MAX_INLINE_S:
+            future = loop.create_task(self._compute_here(flight))
+        else:
+            future = loop.run_in_executor(self._device, self._compute, flight)
         self._running.add(future)
         future.add_done_callback(lambda future: self._land(flight, future))
 
+    async def _compute_here(self, flight: _Flight) -> None:
+        """On the event loop's thread."""
+        self._compute(flight)
+
     def _compute(self, flight: _Flight) -> None:
-        """On the thread of the device."""
-        began_us, batch = _now_us(), flight.batch
+        began_us, began_s, batch = _now_us(), time.thread_time(), flight.batch
         if flight.planned is not None:
             self._begin(flight, flight.planned)
         received = self._received(flight)
@@ -326,6 +346,7 @@ class FusedForwards:
                     flight.own[index] = sent[place][batch.units[index].session.member]
             self._pack(flight, [(batch.units[i], sent[p]) for p, (i, f) in enumerate(going) if sent and not f.is_done])
         flight.seconds = (_now_us() - began_us) / 1e6
+        flight.own_s = time.thread_time() - began_s
 
     def _begin(self, flight: _Flight, planned: PlannedBatch) -> None:
         self._engine.change_kv(planned)
@@ -405,6 +426,9 @@ class FusedForwards:
             return
         match future.exception():
             case None:
+                size = _size_of(flight.batch)
+                before_s = self._batch_s.get(size, flight.own_s)
+                self._batch_s[size] = before_s + LEARN_SHARE * (flight.own_s - before_s)
                 self._landed(flight)
             case ResourceExhausted() as error:
                 log.warning("a batch did not fit", rows=flight.batch.num_rows, reason=str(error))
@@ -472,6 +496,12 @@ def _work(unit: Unit) -> tuple[Any, ...]:
     """A unit as the engine plans it: what its step moves is moved with the first of its units."""
     piece: _Piece = unit.payload
     return unit.session.key, piece.step.served.rows, piece.start, piece.stop, piece.start == 0
+
+
+def _size_of(batch: Batch) -> int:
+    """What batches that take about the same have in common."""
+    size = batch.num_rows.bit_length()
+    return size if batch.received is not None else -size
 
 
 def _frames(entries: Sequence[tuple[Unit, Any]], width: int) -> list[list[tuple[Unit, Any]]]:

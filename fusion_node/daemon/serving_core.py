@@ -339,6 +339,9 @@ class Serving:
 
     def peer_lost(self, peer: PeerId, reason: str, *, now: MonotonicS) -> None:
         """A link is gone for good. Sessions of that user end; those of whose stages it is one are kept."""
+        for session in self.admission.sessions:
+            if session.state is SessionState.KEPT and peer in session.parts.others:
+                self._commands.append(LeaveGroup(session))
         for session in self.admission.touching(peer):
             if peer == session.user:
                 self.end(session, PEER_LOST, reason, culprit=peer)

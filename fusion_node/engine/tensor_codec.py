@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -167,7 +168,7 @@ def _all_finite(rows: torch.Tensor) -> bool:
     if rows.numel() == 0:
         return True
     least, most = rows.aminmax()
-    return bool(torch.isfinite(least) & torch.isfinite(most))
+    return math.isfinite(least.item()) and math.isfinite(most.item())
 
 
 __all__ = [
