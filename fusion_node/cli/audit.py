@@ -30,9 +30,16 @@ _SHOWN_FINDINGS = 12
 
 def audit(
     files: Annotated[
-        list[Path],
-        typer.Argument(metavar="FILE...", help="Logs of all parties: `join --audit-log` and `generate --audit`."),
-    ],
+        list[Path] | None,
+        typer.Argument(
+            metavar="FILE...",
+            help="Logs of all parties: `join --audit-log` and `generate --audit`.",
+            show_default=False,
+        ),
+    ] = None,
+    demo: Annotated[
+        bool, typer.Option("--demo", help="Start a fusion group of three on this machine, ask it, and audit that.")
+    ] = False,
     session: Annotated[
         str, typer.Option(metavar="NAME", help="Only the session whose name begins so, as the table names it.")
     ] = "",
@@ -54,7 +61,18 @@ def audit(
 
     The exit status is 0 only if every check passes.
     """
-    finish(judge_files(files, session=session, dims=dims, home=home), html=html, as_json=as_json)
+    if demo == bool(files):
+        raise ConfigError("name the logs of all parties, or else say --demo")
+    if demo:
+        # It shows an answer as it comes, and imports this file for what is behind it.
+        from fusion_node.cli.demo import audited_demo
+        from fusion_node.cli.logs import LogFormat, configure_logs
+
+        configure_logs(LogFormat.AUTO, quiet=True)
+        report = audited_demo(home=home, console=Console(stderr=as_json))
+    else:
+        report = judge_files(files or (), session=session, dims=dims, home=home)
+    finish(report, html=html, as_json=as_json)
 
 
 def judge_files(

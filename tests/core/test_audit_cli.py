@@ -241,3 +241,10 @@ def test_a_page_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     files = [str(path) for path in trio().close().write(tmp_path)]
     result = CliRunner().invoke(app, ["audit", *files, *SIZES, "--html", str(tmp_path / "no" / "page.html")])
     assert isinstance(result.exception, ConfigError)
+
+
+@pytest.mark.parametrize("line", [[], ["--demo", "some.log"]])
+def test_logs_or_the_demonstration_have_to_be_named(line: list[str]) -> None:
+    result = CliRunner().invoke(app, ["audit", *line])
+    assert isinstance(result.exception, ConfigError)
+    assert "or else say --demo" in str(result.exception)

@@ -75,6 +75,31 @@ def test_demo_over_an_emulated_line_compares_two_equal_answers_at_its_round_trip
     assert result["tokens_per_s"] <= 1 / 0.09
 
 
+def test_demo_of_a_fusion_group_answers_alike_and_shows_that_nobody_was_sent_more_than_its_slice(
+    builtin_model: StoredModel, test_home: Path
+) -> None:
+    line = ("--topology", "fusion", "--nodes", "2", "--max-tokens", "6", "--check", "--json")
+    done = run_cli("demo", *line, home=test_home, timeout_s=240.0)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result["check"]["equal"] is True
+    assert [node["slice"] for node in result["nodes"]] == ["0/2", "1/2"]
+    assert result["audit"]["passed"] is True
+    (session,) = result["audit"]["sessions"]
+    assert session["num_closed"] == session["num_steps"] >= 6
+    assert {node["largest_fraction"] for node in session["nodes"]} == {0.5}
+    assert "audit passed" in done.stderr
+
+
+@pytest.mark.parametrize(("nodes", "reason"), [("1", "two members at least"), ("10", "9 query heads")])
+def test_demo_refuses_groups_that_cannot_be(
+    nodes: str, reason: str, builtin_model: StoredModel, test_home: Path
+) -> None:
+    done = run_cli("demo", "--topology", "fusion", "--nodes", nodes, home=test_home)
+    assert done.returncode == 2
+    assert reason in " ".join(done.stderr.split())
+
+
 def test_demo_refuses_more_nodes_than_layers_before_it_starts_any(builtin_model: StoredModel, test_home: Path) -> None:
     done = run_cli("demo", "--nodes", "99", home=test_home)
     assert done.returncode == 2
