@@ -21,7 +21,7 @@ MAX_PLANS = 6
 MAX_BARS = 400
 """Steps that are drawn one by one; more of them share bars, and a bar shows its worst."""
 
-LABEL_PX, WIDTH_PX, ROW_PX, GAP_PX = 190, 900, 64, 14
+LABEL_PX, WIDTH_PX, ROW_PX, GAP_PX = 215, 890, 64, 14
 
 _STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #1c2430; --soft: #5b6676; --line: #d5dbe3; --empty: #eef1f5;
@@ -226,8 +226,8 @@ def _layers(session: SessionView, epoch: int) -> str:
         own = places[node.peer]
         if own:
             part = (own[0].stop_column - own[0].first_column) / session.hidden
-            member = f", member {own[0].member + 1} of {own[0].num_members}" if own[0].num_members > 1 else ", alone"
-            rows.append(_Row(node.peer, short(node.peer) + member, f"layers {own[0].start}:{own[0].stop}, {part:.1%}"))
+            member = f"member {own[0].member + 1} of {own[0].num_members}" if own[0].num_members > 1 else "alone"
+            rows.append(_Row(node.peer, short(node.peer), f"{member}, layers {own[0].start}:{own[0].stop}, {part:.1%}"))
         elif any(band.peer == node.peer for band in bands):
             rows.append(_Row(node.peer, short(node.peer), "in no plan"))
     num_states = session.num_layers + 1
