@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from msgspec import structs
 
 from fusion_node.engine.slice_engine import SliceEngine
+from fusion_node.engine.sliced_stage import FusedStep
 from fusion_node.engine.tensor_codec import encode_rows
+from fusion_node.errors import ResourceExhausted
 from fusion_node.slices import Exchange, ModelSlice
 from fusion_node.types import LayerRange
 from p2p.messages import (
@@ -349,3 +353,54 @@ async def test_late_member_is_named_and_the_rows_are_given_up(swarm: MemorySwarm
     peer, failed = await user.failure()
     assert (peer, failed.code, failed.culprit) == (nodes[0].peer, "late-partials", nodes[1].peer)
     assert not nodes[0].server.is_busy
+
+
+async def test_a_batch_that_does_not_fit_is_computed_in_smaller_ones(swarm: MemorySwarm) -> None:
+    nodes = await group(swarm, ALL, (1, 1))
+    users = [GroupUser.of(swarm, [nodes]) for _ in range(2)]
+    for user in users:
+        await user.open()
+    for user in users:
+        await user.step(user.embed(PROMPT))
+    engine, phase = nodes[1].engine, nodes[1].engine.phase  # type: ignore[union-attr]
+    wide: list[int] = []
+
+    def phase_of_one(steps: Sequence[FusedStep], received: object) -> object:
+        wide.append(len(steps))
+        if len(steps) > 1:
+            raise ResourceExhausted("no memory left for two")
+        return phase(steps, received)  # type: ignore[arg-type]
+
+    engine.phase = phase_of_one  # type: ignore[method-assign, assignment, union-attr]
+    for _ in range(100):  # until the two come together
+        sent = [user.send(user.embed([7])) for user in users]
+        first, second = [await user.result(sequence) for user, sequence in zip(users, sent, strict=True)]
+        assert near(first, second)
+        if 2 in wide:
+            break
+    assert max(wide) == 2
+    assert nodes[1].server.counters["forwards_out_of_memory"] == wide.count(2)
+
+
+@pytest.mark.parametrize(("error", "code"), [(ResourceExhausted("none left"), "no-memory"), (ValueError(), "internal")])
+async def test_a_batch_that_cannot_be_computed_ends_its_sessions_through_no_fault_of_others(
+    swarm: MemorySwarm, error: Exception, code: str
+) -> None:
+    nodes = await group(swarm, ALL, (1, 1))
+    user, later = GroupUser.of(swarm, [nodes]), GroupUser.of(swarm, [nodes])
+    await user.open()
+    expected = await user.step(user.embed(PROMPT))
+    phase = nodes[1].engine.phase  # type: ignore[union-attr]
+
+    def failing(steps: object, received: object) -> object:
+        raise error
+
+    nodes[1].engine.phase = failing  # type: ignore[method-assign, assignment, union-attr]
+    user.send(user.embed([3]))
+    peer, failed = await user.failure()
+    assert (peer, failed.code, failed.culprit, failed.is_kept) == (nodes[1].peer, code, "", False)
+    nodes[1].engine.phase = phase  # type: ignore[method-assign, union-attr]
+    await later.open()
+    assert near(await later.step(later.embed(PROMPT)), expected)
+    user.close()
+    await until(lambda: not any(node.num_sessions > 1 or node.server.is_busy for node in nodes))
