@@ -132,7 +132,8 @@ def _why_no_group(
     layers = absent.layers if absent is not None else gap.layers[0]
     if absent is None and missing:
         return "; ".join(parts)
-    return f"{'; '.join(parts)}: start a node with `fusion-node join {name} --slice {lacking} --layers {layers}`"
+    join = f"fusion-node join {name} --slice {lacking} --layers {layers} --peer ADDRESS"
+    return f"{'; '.join(parts)}: start a node with `{join}`"
 
 
 def _missing(each: MissingSlice) -> str:

@@ -143,7 +143,7 @@ async def test_error_names_the_slice_that_nobody_holds_and_how_to_serve_it(swarm
     text = str(told.value)
     assert "no fusion group is complete for layers 0:12 of tiny in f16r32" in text
     assert "slice 1/3 of layers 0:12 is held by nobody" in text
-    assert text.endswith("start a node with `fusion-node join tiny --slice 1/3 --layers 0:12`")
+    assert text.endswith("start a node with `fusion-node join tiny --slice 1/3 --layers 0:12 --peer ADDRESS`")
     shown = await view(router)
     assert {each.why for each in shown.rejected} == {"slice 1/3 of its layers is held by nobody"}
     hybrid = await router_for(swarm, Topology.HYBRID)
