@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.fusion.rig import FUSION, PIPELINE, TOPOLOGIES, Answered, swarm_of
+from benchmarks.fusion.rig import FUSION, MODEL, PIPELINE, TOPOLOGIES, Answered, swarm_of
 from benchmarks.report import Check
 from fusion_node import ModelStore
 
@@ -30,13 +30,14 @@ PROMPT_TOKENS = 8
 TOKENS = {0: 24, 1: 24, 10: 8, 50: 4}
 """Of an answer, by round trip: four exchanges per layer make 3 s of a token at 50 ms."""
 
+MAX_QUICK_TOKENS = 8
+
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 3, 2
 MAX_MEDIAN_ERROR = 0.15
 
 
-async def measure(num_nodes: int, round_trip_ms: int, num_rounds: int) -> dict[str, Any]:
+async def measure(num_nodes: int, round_trip_ms: int, max_tokens: int, num_rounds: int) -> dict[str, Any]:
     """One size of groups at one round trip; topologies in turn."""
-    max_tokens = TOKENS[round_trip_ms]
     answers: dict[str, list[Answered]] = defaultdict(list)
     wide: dict[str, dict[int, list[Answered]]] = {topology: defaultdict(list) for topology in TOPOLOGIES}
     async with swarm_of(round_trip_ms, num_nodes, max_tokens) as swarm:
@@ -49,7 +50,7 @@ async def measure(num_nodes: int, round_trip_ms: int, num_rounds: int) -> dict[s
                 for topology in order:
                     wide[topology][rows].append(await swarm.answer(topology, prompts[rows], 1))
         plans = swarm.plans
-    num_layers = ModelStore().pull("smollm2-135m").num_layers
+    num_layers = ModelStore().pull(MODEL).num_layers
     return {
         "members": num_nodes,
         "round_trip_ms": round_trip_ms,
@@ -162,6 +163,8 @@ def run(quick: bool) -> tuple[list[Check], dict[str, Any]]:
     cells = []
     for num_nodes in QUICK_GROUPS if quick else GROUPS:
         for round_trip_ms in QUICK_ROUND_TRIPS_MS if quick else ROUND_TRIPS_MS:
-            cells.append(asyncio.run(measure(num_nodes, round_trip_ms, NUM_QUICK_ROUNDS if quick else NUM_ROUNDS)))
+            max_tokens = min(TOKENS[round_trip_ms], MAX_QUICK_TOKENS) if quick else TOKENS[round_trip_ms]
+            num_rounds = NUM_QUICK_ROUNDS if quick else NUM_ROUNDS
+            cells.append(asyncio.run(measure(num_nodes, round_trip_ms, max_tokens, num_rounds)))
             print(in_words(cells[-1]), file=sys.stderr, flush=True)
     return checks_of(cells), {"cells": cells}

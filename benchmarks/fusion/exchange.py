@@ -38,7 +38,7 @@ CONTENDERS = (OURS, GLOO, BY_HAND)
 LAYERS = {1: 30, 16: 20, 64: 10}
 """By rows, of one round."""
 
-NUM_ROUNDS, NUM_QUICK_ROUNDS = 15, 7
+NUM_ROUNDS, NUM_QUICK_ROUNDS = 15, 5
 
 
 @dataclass(slots=True)

@@ -189,6 +189,7 @@ async def swarm_of(round_trip_ms: float, num_nodes: int, max_tokens: int) -> Asy
         await nodes.start(
             [*split_evenly(stored.num_layers, num_nodes), *[whole] * num_nodes],
             slices=[f"{index}/{num_nodes}" for index in range(num_nodes)],
+            is_in_turn=True,  # elsewhere, no node measures its speed while others of this machine begin
         )
         await nodes.wait_ready()
         connection = await stack.enter_async_context(

@@ -58,7 +58,7 @@ from p2p.websocket import WebSocketNetwork
 MODEL = "smollm2-135m"
 GROUPS = (2, 3, 4)
 ROWS = (1, 16, 64)
-NUM_STEPS = 8
+NUM_STEPS, NUM_QUICK_STEPS = 8, 1
 MAX_RATIO = 1.05
 PATIENCE_S = 120.0
 KV_BYTES = 1 << 28
@@ -292,7 +292,7 @@ def in_words(told: dict[str, Any]) -> str:
 
 def run(quick: bool) -> tuple[list[Check], dict[str, Any]]:
     """All cells; quick ones with fewer steps."""
-    found = asyncio.run(measure(ROWS, 2 if quick else NUM_STEPS))
+    found = asyncio.run(measure(ROWS, NUM_QUICK_STEPS if quick else NUM_STEPS))
     by_rows = {rows: [each for each in found if each["rows"] == rows] for rows in ROWS}
     checks = [
         Check(

@@ -97,20 +97,20 @@ class LocalSwarm:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
-    async def start(self, ranges: list[LayerRange], *, slices: Sequence[str] = ()) -> None:
+    async def start(self, ranges: list[LayerRange], *, slices: Sequence[str] = (), is_in_turn: bool = False) -> None:
         """Starts one process per range and returns when all listen; they go on to load.
 
         Args:
             slices: of the last ones, which hold no more of their layers (``--slice``).
+            is_in_turn: each serves before the next one starts, so that none measures its speed while others begin.
         """
         texts = [""] * (len(ranges) - len(slices)) + list(slices)
-        first = await self._spawn("node 1", ranges[0], texts[0], peer=None)
-        await self._wait(first, first.listening)
-        others = [
-            await self._spawn(f"node {number}", layers, text, peer=first.addresses[0])
-            for number, (layers, text) in enumerate(zip(ranges[1:], texts[1:], strict=True), start=2)
-        ]
-        await asyncio.gather(*(self._wait(node, node.listening) for node in others))
+        for number, (layers, text) in enumerate(zip(ranges, texts, strict=True), start=1):
+            peer = self.nodes[0].addresses[0] if self.nodes else None
+            node = await self._spawn(f"node {number}", layers, text, peer=peer)
+            if number == 1 or is_in_turn:
+                await self._wait(node, node.ready if is_in_turn else node.listening)
+        await asyncio.gather(*(self._wait(node, node.listening) for node in self.nodes))
 
     async def wait_ready(self) -> None:
         """Returns when every node serves.

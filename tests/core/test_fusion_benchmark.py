@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.fusion import answers, exchange
+from benchmarks.fusion import answers, exchange, table
 from benchmarks.fusion.rig import FUSION, PIPELINE, Answered
 from benchmarks.fusion.sizes import Carried, least_bytes, least_messages, websocket_bytes, widths
 from benchmarks.fusion.workers import Contributions
@@ -131,3 +132,57 @@ def test_one_answer_that_differs_is_a_miss() -> None:
 def test_every_round_trip_has_its_length_of_answers() -> None:
     assert set(answers.QUICK_ROUND_TRIPS_MS) <= set(answers.ROUND_TRIPS_MS) == set(answers.TOKENS)
     assert min(answers.TOKENS.values()) > 1
+
+
+# tables
+
+
+def document() -> dict[str, Any]:
+    parts = {"headers": 144.0, "lengths and tags": 168.0, "other messages": 1.0}
+    wire_cell = {
+        "members": 2,
+        "rows": 1,
+        "bytes_per_layer": 21066.5,
+        "least_bytes_per_layer": 20752.0,
+        "ratio": 1.0152,
+        "messages_per_layer": 8.0,
+        "parts": {**parts, "acknowledgements, pings and further segments": 2.0},
+    }
+    told = answers.widths_told({FUSION: [100.0], PIPELINE: [50.0]}, 1, 30)
+    answers_cell = {
+        "members": 2,
+        "round_trip_ms": 10,
+        "widths": {"1": told, "16": told},
+        "cpu_ms_per_token": {FUSION: 90.0, PIPELINE: 60.0},
+        "planned": {FUSION: answers.planned(plan(None), [answered(0.4)])},
+    }
+    return {
+        "quick": True,
+        "machine": {"cores": 2, "cpu": "something", "load_1min_at_start": 0.25},
+        "data": {"wire": {"cells": [wire_cell]}, "answers": {"cells": [answers_cell]}},
+    }
+
+
+def test_tables_say_what_was_measured() -> None:
+    tables = table.tables_of([document()])
+    assert list(tables) == ["wire", "answers"]
+    assert "| 2 | 1 | 21,066 | 20,752 | 1.0152 | 8 | 144 | 168 | 3 |" in tables["wire"].splitlines()
+    assert "| 2 | 10 | 1 | 10.00 | 20.00 | 0.500 x | 3.33 | 90 / 60 | no plan, 100 |" in tables["answers"].splitlines()
+    for text in tables.values():
+        *lines, empty, caption = text.splitlines()
+        assert len({line.count("|") for line in lines}) == 1
+        assert (empty, caption) == ("", "(A quick run on 2 cores of something; the load before it was 0.25.)")
+
+
+def test_a_table_takes_the_place_of_the_one_before() -> None:
+    page = "# Head\n\n<!-- wire: measured -->\n| old |\n<!-- wire: end -->\n\nTail\n"
+    new = table.replaced(page, {"wire": "| new |\n"})
+    assert new == page.replace("old", "new")
+    assert table.replaced(new, {"wire": "| new |\n"}) == new
+    with pytest.raises(ValueError, match="marks for answers"):
+        table.replaced(page, {"answers": "| new |\n"})
+
+
+def test_the_page_has_a_place_for_every_table() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "fusion.md").read_text()
+    assert table.replaced(page, dict.fromkeys(table.TABLES, "")) != page
