@@ -16,8 +16,8 @@ nodes; every batch that ``next_batch`` hands out comes back with ``passed`` or `
 peer is at most one exchange ahead, since it cannot pass one without us.
 
 States of a unit: waiting to begin, waiting at an exchange (for contributions, or for the unit before), ready, running,
-done. Timers: LATE_S after a unit began to wait at an exchange, QUEUE_S after one was added that does not begin; seconds
-of the monotonic clock.
+done. Timers, for the first unit of a session, from when it became that at the earliest: LATE_S after it began to wait
+at an exchange, QUEUE_S after it was added and does not begin; seconds of the monotonic clock.
 
 Source: docs/protocol-data-plane.md, "Groups". Still ugly: a unit that waits keeps its contributions as they came, also
 when a whole prompt of many sessions waits for one slow member.
@@ -98,7 +98,7 @@ class Unit:
 
     Attributes:
         node: the first one; others call the unit so.
-        num_rows: may be 0: it begins in its turn, and is done.
+        num_rows: may be 0: it begins when nothing before it is under way, and is done.
         is_alone: it begins only when nothing before it is under way.
         is_batch: nobody waits for it.
         payload: the caller's.
@@ -345,7 +345,7 @@ class Exchanges:
             unit.since = now
             unit.got, unit.ahead = unit.ahead, [None] * len(group.members)
             if unit.num_rows == 0 or unit.position == len(group.layers) * len(self._exchanges):
-                self._done(group, unit)
+                self._done(group, unit, now)
                 done.append(unit)
             else:
                 unit.got[group.own] = own
@@ -534,12 +534,12 @@ class Exchanges:
             if contribution is not None:
                 self._release(group, member, unit.num_rows, len(contribution))
 
-    def _done(self, group: _Group, unit: Unit) -> None:
+    def _done(self, group: _Group, unit: Unit, now: MonotonicS) -> None:
         del group.units[unit.node]
         group.begun_rows -= unit.num_rows
         self._count_rows(group, -unit.num_rows)
         if unit.behind is not None:
-            unit.behind.before = None
+            unit.behind.before, unit.behind.since = None, now
         if group.to_begin is not None:
             self._look_at(group, group.to_begin)
 
@@ -559,7 +559,8 @@ class Exchanges:
         before = unit.before
         if unit.position >= 0:
             return (before is None or before.position > unit.position) and _is_complete(unit)
-        if before is not None and (unit.is_alone or before.position < 0):
+        # Without rows it is done at once: what is behind it would not follow what is before it any more.
+        if before is not None and (unit.is_alone or unit.num_rows == 0 or before.position < 0):
             return False
         fits = group.begun_rows + unit.num_rows <= MAX_BEGUN_ROWS or not group.begun_rows
         return group.to_begin is unit and fits

@@ -236,6 +236,19 @@ def test_a_unit_without_rows_is_done_in_its_turn() -> None:
     assert member.done == [first, empty, last]
 
 
+def test_a_unit_without_rows_lets_nothing_overtake_what_is_before_it() -> None:
+    member = pair()
+    first, empty, last = member.add(1, 1, 1), member.add(1, 2, 0), member.add(1, 3, 1)
+    compute(member)
+    assert member.start() is None  # done now, it would be before its time, and the last would not wait for the first
+    for at in range(NUM_EXCHANGES):
+        member.get(PEERS[1], 1, at=at)
+        compute(member)
+    assert compute(member).units == (empty,)
+    pass_all(member, 3)
+    assert member.done == [first, empty, last]
+
+
 def test_sessions_at_one_exchange_are_computed_together_and_keep_together() -> None:
     member = pair()
     member.enter(2)
@@ -500,6 +513,27 @@ def test_a_step_that_never_begins_is_given_back() -> None:
     member.add(1, 1, 1)
     (fault,) = member.core.handle_timer(now=MonotonicS(NOW + QUEUE_S))
     assert (fault.code, fault.culprit, fault.is_kept) == ("overloaded", "", False)
+
+
+def test_a_step_waits_for_the_node_only_when_what_is_before_it_is_done() -> None:
+    member = pair()
+    member.add(1, 1, 1)
+    member.add(1, 2, 1, is_alone=True)
+    for at in range(NUM_EXCHANGES):
+        batch = member.core.next_batch()
+        assert batch is not None
+        now = MonotonicS(NOW + 10 * at)
+        assert member.core.handle_timer(now=now) == []
+        member.core.passed(batch, [b"own"], now=now)
+        member.get(PEERS[1], 1, at=at)
+    batch = member.core.next_batch()
+    assert batch is not None
+    done_at = MonotonicS(NOW + 10 * NUM_EXCHANGES)
+    member.core.passed(batch, [b"own"], now=done_at)
+    assert done_at > NOW + QUEUE_S
+    assert member.core.handle_timer(now=MonotonicS(done_at + QUEUE_S - 0.1)) == []
+    (fault,) = member.core.handle_timer(now=MonotonicS(done_at + QUEUE_S))
+    assert fault.code == "overloaded"
 
 
 def test_a_batch_that_was_too_large_is_done_in_smaller_ones_for_a_while() -> None:
