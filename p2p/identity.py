@@ -114,5 +114,5 @@ def is_signed_by(peer_id: str, domain: bytes, body: bytes, signature: bytes) -> 
 
 
 def short(peer_id: str) -> str:
-    """The last eight characters, as people read them in tables; all Ed25519 ids begin alike. Of a group, each member's."""
+    """The last eight characters, as people read them in tables; Ed25519 ids begin alike. Of a group each member's."""
     return "+".join(f"…{member[-8:]}" for member in members_of(PeerId(peer_id)))
