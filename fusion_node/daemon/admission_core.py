@@ -142,9 +142,11 @@ class JoiningEntry:
         first: whose header all others have to equal.
         parts: what has come, by who sent it.
         timings: of each of them.
+        since: when the first of it came.
     """
 
     first: Step
+    since: MonotonicS
     parts: dict[PeerId, JoinedPart] = field(default_factory=dict)
     timings: list[tuple[StageTiming, ...]] = field(default_factory=list)
 
@@ -157,7 +159,8 @@ class Session:
         plan, stage, member: of the present epoch; ``member`` is the place in the stage's group, 0 if it is none.
         parts: who sends what of its rows, and who gets what.
         awaited: those to whom links are not there yet, while it is opening.
-        joining: entries that have not come from everybody before the stage, by sequence and first node.
+        joining: entries that have not come from everybody before the stage, by sequence and first node, as they came.
+        num_joining_rows, num_joining_bytes: of those, and of what has come of them.
         log: its token tree on this stage.
         previous: who may send steps.
         next: who gets the results; the user after the last stage.
@@ -227,6 +230,8 @@ class Session:
     parts: Parts = field(default_factory=Parts)
     awaited: set[PeerId] = field(default_factory=set)
     joining: dict[tuple[int, int], JoiningEntry] = field(default_factory=dict)
+    num_joining_rows: int = 0
+    num_joining_bytes: int = 0
 
     @property
     def user(self) -> PeerId:
@@ -265,13 +270,10 @@ class Session:
         beside = self.plan.stages[max(self.stage - 1, 0) : self.stage + 2]
         return any(_serves(stage, peer) for stage in beside)
 
-    @property
-    def num_joining_rows(self) -> int:
-        return sum(entry.first.node_count for entry in self.joining.values())
-
-    @property
-    def num_joining_bytes(self) -> int:
-        return sum(len(part.payload) for entry in self.joining.values() for part in entry.parts.values())
+    def clear_joining(self) -> None:
+        """What has not come from everybody is given up."""
+        self.joining.clear()
+        self.num_joining_rows = self.num_joining_bytes = 0
 
     @property
     def num_early_rows(self) -> int:
@@ -455,7 +457,7 @@ class Admission:
         signed_until = now if session.lease_envelope is None else session.lease_envelope[1]
         session.kept_until = MonotonicS(max(now + KEPT_S, signed_until))
         session.resends.clear()
-        session.joining.clear()
+        session.clear_joining()
 
     def start_empty(self, session: Session) -> bool:
         """Before its first step: the session begins with nothing instead of with a prefix.
@@ -611,7 +613,7 @@ class Admission:
         session.num_queued_before = session.num_queued_rows
         session.state, session.kept_until = SessionState.OPENING, None
         session.resends.clear()
-        session.joining.clear()
+        session.clear_joining()
         session.resent_positions = 0
         session.lease_envelope = None
         self.renew(session, now=now)

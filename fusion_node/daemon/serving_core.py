@@ -21,7 +21,8 @@ harm. Payloads are anything with a length; only the output log's
 ``join`` looks into them.
 
 States of a session: see admission_core. Timers: those of admission_core, RETRY_S while orders wait for the link to
-the next stage, and EARLY_S while entries wait for those that they follow; seconds of the monotonic clock.
+the next stage, EARLY_S while entries wait for those that they follow, and PARTS_S while they wait for columns; seconds
+of the monotonic clock.
 
 Source: docs/protocol-data-plane.md, "Repair". Still ugly: a step that was under way to this node when a new plan was
 adopted is dropped, and handed over again though its rows were here; rows of a tree that a fold has dropped are computed
@@ -103,6 +104,9 @@ MAX_ALL_EARLY_BYTES = 64 * 2**20
 
 EARLY_S = 20.0
 """So long they wait while nothing comes that they follow. A chunk of a prompt takes a slow stage seconds."""
+
+PARTS_S = 20.0
+"""So long an entry waits for the columns of others once the first have come: members are an exchange apart at most."""
 
 MAX_ALL_JOINING_BYTES = 128 * 2**20
 """Of entries that have come from some of those before the stage and not from others, of all sessions together. A prompt
@@ -664,7 +668,8 @@ class Serving:
 
     def get_timer(self) -> MonotonicS | None:
         """When handle_timer is due."""
-        timers = [self.admission.get_timer(), self.retry_at, *(each.early_until for each in self._with_early)]
+        early = (each.early_until for each in self._with_early)
+        timers = [self.admission.get_timer(), self.retry_at, *early, *map(_parts_until, self._with_joining)]
         return min((timer for timer in timers if timer is not None), default=None)
 
     def handle_timer(self, *, now: MonotonicS) -> None:
@@ -676,6 +681,13 @@ class Serving:
             self._over(session, code, reason, "")
         for session in [each for each in self._with_early if each.early_until is not None and each.early_until <= now]:
             self._keep(session, "gap", "what the rows follow that have come does not come", culprit="", now=now)
+        for session in [each for each in self._with_joining if _parts_until(each) <= now]:
+            entry = next(iter(session.joining.values()))
+            missing = [part.peer for part in session.parts.sources if part.peer not in entry.parts]
+            who = f"{short(missing[0])} has" if len(missing) == 1 else f"{len(missing)} members have"
+            reason = f"{who} not sent their columns of a step for {PARTS_S:.0f} s"
+            culprit = missing[0] if len(missing) == 1 else ""
+            self._keep(session, "late-parts", reason, culprit=culprit, now=now)
         if self.retry_at is not None and self.retry_at <= now:
             waiting, self._waiting_for_link, self.retry_at = self._waiting_for_link, {}, None
             for session in waiting:
@@ -910,7 +922,8 @@ class Serving:
                 reason = f"more than {MAX_QUEUED_ROWS} rows wait for the rest of their columns, or for the device"
                 self._blame(session, "flooded", reason, culprit=peer, now=now)
                 return
-            entry = session.joining[place] = JoiningEntry(message)
+            entry = session.joining[place] = JoiningEntry(message, now)
+            session.num_joining_rows += num_rows
             self._with_joining[session] = None
         if peer in entry.parts:
             self.counters["steps_duplicate"] += 1
@@ -919,6 +932,7 @@ class Serving:
             self._blame(session, "bad-parts", "parts of one step that differ", culprit=peer, now=now)
             return
         entry.parts[peer] = JoinedPart(peer, message.tensor, payload)
+        session.num_joining_bytes += len(payload)
         entry.timings.append(message.timings)
         if sum(each.num_joining_bytes for each in self._with_joining) > MAX_ALL_JOINING_BYTES:
             # Others fill the room, or it is the user who sends so much.
@@ -928,6 +942,8 @@ class Serving:
         if len(entry.parts) < len(session.parts.sources):
             return
         del session.joining[place]
+        session.num_joining_rows -= num_rows
+        session.num_joining_bytes -= sum(len(part.payload) for part in entry.parts.values())
         if not session.joining:
             del self._with_joining[session]
         joined = Joined(tuple(entry.parts[source.peer] for source in session.parts.sources))
@@ -996,7 +1012,7 @@ class Serving:
         """What has come and cannot be taken yet is given up."""
         self._clear_early(session)
         self._with_joining.pop(session, None)
-        session.joining.clear()
+        session.clear_joining()
 
     def _clear_early(self, session: Session) -> None:
         self._with_early.pop(session, None)
@@ -1229,6 +1245,11 @@ def _leaves_queue(session: Session, message: Step) -> None:
     session.num_queued_rows -= message.node_count
     if message.epoch < session.plan.epoch:
         session.num_queued_before -= message.node_count
+
+
+def _parts_until(session: Session) -> MonotonicS:
+    """When the oldest entry that has not come from everybody has to be whole."""
+    return MonotonicS(next(iter(session.joining.values())).since + PARTS_S)
 
 
 def _is_early(session: Session, message: Step) -> bool:

@@ -14,6 +14,7 @@ from fusion_node.daemon.output_log_core import OutputLog
 from fusion_node.daemon.parts_core import Joined
 from fusion_node.daemon.serving_core import (
     MAX_ALL_JOINING_BYTES,
+    PARTS_S,
     Connect,
     EnterGroup,
     Forget,
@@ -262,6 +263,23 @@ def test_parts_that_wait_for_others_are_bounded_by_bytes_of_all_sessions() -> No
     member.receive(USER, CloseSession(plans[0].session, 0))
     member.part(plans[1], FRONT[1], 0)
     assert len(member.steps) == 1
+
+
+def test_a_member_before_that_does_not_send_its_columns_is_named_after_some_time() -> None:
+    member = Member()
+    plan = member.open()
+    member.part(plan, FRONT[1], 0)
+    assert member.core.get_timer() == NOW + PARTS_S
+    member.part(plan, FRONT[0], 0)
+    assert member.session.num_joining_rows == member.session.num_joining_bytes == 0
+    member.part(plan, FRONT[1], 1)
+    member.core.handle_timer(now=MonotonicS(NOW + PARTS_S - 0.1))
+    member.carry_out()
+    assert member.session.state is SessionState.OPEN
+    member.core.handle_timer(now=MonotonicS(NOW + PARTS_S))
+    member.carry_out()
+    assert member.failure() == ("late-parts", FRONT[0], True)
+    assert member.session.num_joining_rows == member.session.num_joining_bytes == 0
 
 
 def test_what_is_computed_goes_to_those_behind_as_far_as_they_hold_the_same_columns_and_so_again() -> None:
