@@ -79,6 +79,9 @@ SILENT_S = 0.4
 """A question that has not been answered for so long speaks against who did not. After MIN_PROBE_S (0.5 s, of
 scheduler.repair_core) a stage counts as silent; timers of a busy machine differ by less than the rest."""
 
+OF_NOBODY = frozenset({"late-partials", "late-parts", "overflow"})
+"""Codes with which a member that is not at fault says that it knows of nobody who is."""
+
 MAX_PARTNERS = 2
 """Of its group that a member accuses, before it is doubted itself; as scheduler.repair_core has it for stages. And
 groups that a member was in when they failed, nobody knew because of whom."""
@@ -291,7 +294,7 @@ class Groups:
             return []
         index = group.index(source)
         if group.has_failed:
-            if isinstance(message, SessionFailed) and epoch == plan.epoch:
+            if isinstance(message, SessionFailed) and epoch == plan.epoch and not _is_of_nobody(message):
                 self._note_failure(group, source, PeerId(message.culprit))
             return []
         match message:
@@ -540,7 +543,8 @@ class Groups:
             # One of the two stages is at fault, and the session finds out which.
             self._suspect(member.peer)
             return [Said(group.peer, self._with_culprit(message, member.peer))]
-        self._note_failure(group, member.peer, PeerId(message.culprit))
+        if not _is_of_nobody(message):
+            self._note_failure(group, member.peer, PeerId(message.culprit))
         group.has_failed = True
         group.parts.clear()
         return [Said(group.peer, msgspec.structs.replace(message, culprit="", is_kept=False))]
@@ -680,6 +684,12 @@ def _are_finite(dtype: str, rows: memoryview) -> bool:
 
 def _to_member(message: OpenSession, index: int) -> OpenSession:
     return msgspec.structs.replace(message, member=index, taps=())
+
+
+def _is_of_nobody(message: SessionFailed) -> bool:
+    """Whether a member cannot go on for a reason that is not its own, and knows nobody's: sums that overflowed because
+    of what somebody has contributed, or several members who may all wait for one."""
+    return message.is_kept and not message.culprit and message.code in OF_NOBODY
 
 
 def _about(error: PeerError, member: PeerId) -> PeerError:

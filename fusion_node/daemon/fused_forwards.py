@@ -388,7 +388,7 @@ class FusedForwards:
         except RowsNotFinite as error:
             # Of finite rows. Passed on, they would be held against this node; whose fault it is nobody can say.
             reason = f"{error} in layers {unit.session.layers}"
-            flight.lost[unit.session] = Fault(unit.session, "overflow", reason, is_kept=False)
+            flight.lost[unit.session] = Fault(unit.session, "overflow", reason)
         piece.fused = None
 
     def _pack(self, flight: _Flight, going: Sequence[tuple[Unit, list[Any]]]) -> None:
@@ -412,7 +412,7 @@ class FusedForwards:
                 if len(entries) > 1:
                     self._pack_one(flight, peer, [(unit, part)])
                 else:
-                    flight.lost[unit.session] = Fault(unit.session, "overflow", str(error), is_kept=False)
+                    flight.lost[unit.session] = Fault(unit.session, "overflow", str(error))
             return
         layer, exchange = entries[0][0].payload.fused.position
         named = tuple(PartialsEntry(unit.session.alias, unit.node, unit.num_rows) for unit, _ in entries)

@@ -437,6 +437,16 @@ def test_member_that_is_accused_by_another_is_the_fault_of_its_group_and_its_own
     assert groups.at_fault(GROUP, now=NOW) == {PEERS[2]}
 
 
+@pytest.mark.parametrize("code", ["late-partials", "overflow"])
+def test_member_that_goes_on_no_more_and_knows_nobody_is_not_blamed_before_who_is_accused(code: str) -> None:
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
+    groups.begin(plan_of(GROUP))
+    assert len(groups.receive(PEERS[0], failed(code=code), NOTHING, now=NOW)) == 1
+    assert groups.at_fault(GROUP, now=NOW) == {GROUP}
+    assert groups.receive(PEERS[1], failed(PEERS[2], code=code), NOTHING, now=NOW) == []
+    assert groups.at_fault(GROUP, now=NOW) == {PEERS[2]}
+
+
 def test_member_that_accuses_one_after_the_other_is_doubted_itself() -> None:
     groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
     groups.begin(plan_of(GROUP))

@@ -222,6 +222,7 @@ async def test_what_a_stranger_says_of_a_session_changes_nothing(swarm: MemorySw
 
 BAD_CONTRIBUTIONS = {
     "not finite": (0, Exchange.QKV, 1, b"\x00\x00\xc0\x7f"),
+    "finite and too large": (0, Exchange.QKV, 1, b"\x00\x00\x7f\x7f"),
     "another width": (0, Exchange.QKV, 2, bytes(4)),
     "another layer": (7, Exchange.QKV, 1, bytes(4)),
     "an exchange ahead": (0, Exchange.GATE_UP, 1, bytes(4)),
@@ -249,7 +250,8 @@ async def test_a_member_that_sends_what_cannot_be_is_named(swarm: MemorySwarm, w
     await evil.get(Partials)
     evil.pool.send(node.peer, Partials(layer, exchange, (entry,)), value * width * num_rows)
     peer, failed = await user.failure()
-    assert (peer, failed.code, failed.culprit, failed.is_kept) == (node.peer, "bad-partials", evil.peer, True)
+    code, culprit = ("overflow", "") if what == "finite and too large" else ("bad-partials", evil.peer)
+    assert (peer, failed.code, failed.culprit, failed.is_kept) == (node.peer, code, culprit, True)
     await until(lambda: not node.server.is_busy)
     user.close()
     await until(lambda: node.num_sessions == 0)
