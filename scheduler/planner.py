@@ -483,11 +483,13 @@ class _Board:
             return Rejection(node.peer, node.layers, Reason.RULE, text, via=via)
         excess_s = max(excess_s, 0.0)
         note = f"; {node.note}" if node.note else ""
+        # The floor is that of a route which need not keep the rules, and as such is told.
+        but = "" if breach is None else f", but then {_breach_text(breach)}"
         return Rejection(
             node.peer,
             node.layers,
             Reason.SLOWER,
-            f"{self._worse(excess_s)} at best: {_route_text(via)}{note}",
+            f"{self._worse(excess_s)} at best: {_route_text(via)}{but}{note}",
             excess_s,
             via,
         )

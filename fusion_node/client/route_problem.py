@@ -127,7 +127,9 @@ def _why_no_group(
         parts.append("nobody holds a slice of it" if shards else "nobody holds any of its layers")
     if unreachable:
         parts.append(f"{len(unreachable)} known nodes cannot be reached, the first because: {unreachable[0].problem}")
-    absent = next((each for each in missing if each.why == HELD_BY_NOBODY), None)
+    # One more group of a few layers does not help where the others are missing for another reason.
+    longest = max((len(each.layers) for each in missing), default=0)
+    absent = next((each for each in missing if len(each.layers) == longest and each.why == HELD_BY_NOBODY), None)
     lacking = ModelSlice(0, (1,) * (num_members or 2)) if absent is None else ModelSlice(absent.index, absent.weights)
     layers = absent.layers if absent is not None else gap.layers[0]
     if absent is None and missing:

@@ -105,13 +105,18 @@ def check_ports(listen: str, announce: Sequence[str]) -> None:
 
 
 def check_slice(config: NodeConfig) -> None:
-    """Makes sure that who holds a slice is not to choose layers as well.
+    """Makes sure that who holds a slice is not to choose layers as well, and has others to be in a group with.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: one of the two does not hold.
     """
     if config.slice is None:
         return
+    if config.slice.num_members == 1:
+        raise ConfigError(
+            f"slice {config.slice} is all of the layers, and a group has 2 members at least: leave --slice out, so "
+            "that the node serves them alone"
+        )
     for flag, value in (("--max-layers", config.max_layers), ("--scheduler", config.scheduler)):
         if value is not None:
             raise ConfigError(

@@ -311,3 +311,13 @@ def test_members_may_hold_more_layers_than_their_group_serves() -> None:
     found = formed(holder("a", 0, (1, 1), 0, 30), holder("b", 1, (1, 1), 0, 15))
     assert {(members_of(g.peer), str(g.layers)) for g in found.groups} == {(("a", "b"), "0:15")}
     assert [(str(m.layers), m.index) for m in found.missing] == [("0:30", 1)]
+
+
+def test_member_that_could_only_serve_beside_itself_is_not_told_of_as_a_way() -> None:
+    found = formed(holder("a", 0, (1, 1)), holder("b", 1, (1, 1)), holder("c", 1, (1, 1), speed=0.01))
+    planned = plan_route(found.groups, GroupLegs(TableLegs()), num_layers=30, workload=WORK, is_explained=True)
+    assert isinstance(planned, Planned)
+    [rejected] = planned.rejections
+    assert rejected.peer == "a+c"
+    assert len(rejected.via) == 2
+    assert "but then" in rejected.text

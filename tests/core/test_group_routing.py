@@ -160,6 +160,11 @@ async def test_error_tells_of_wrong_sizes_and_rules(swarm: Swarm) -> None:
     with pytest.raises(NoRoute, match=r"slice 1/2 of layers 0:12 is held by nobody whom your rules allow$"):
         await denied.route(64, wait=False)
     assert not swarm.connection.links.is_connected(nodes[1].peer), "whom rules reject is not even dialled"
+    await group(swarm, "1/3", start=6)
+    few = await router_for(swarm, rules=UserRules(deny=(nodes[1].peer,)))
+    with pytest.raises(NoRoute) as told:
+        await few.route(64, wait=False)
+    assert "start a node" not in str(told.value), "of slice 0/3 of the last layers, which would not do"
     nobody = await router_for(swarm)
     with pytest.raises(NoRoute, match=r"slice 0/2 of layers 0:12 is held without room"):
         await nobody.route(5000, wait=False)

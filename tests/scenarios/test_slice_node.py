@@ -106,3 +106,8 @@ def test_who_holds_a_slice_chooses_no_layers() -> None:
     for changes in ({"max_layers": 3}, {"scheduler": PeerId("peer")}):
         with pytest.raises(ConfigError, match="a slice stays where it is"):
             check_slice(dataclasses.replace(CONFIG, **changes))
+
+
+def test_slice_of_one_is_refused_as_no_group_would_take_it() -> None:
+    with pytest.raises(ConfigError, match=r"slice 0/1 is all of the layers.*leave --slice out"):
+        check_slice(dataclasses.replace(CONFIG, slice=ModelSlice(0, (1,))))
