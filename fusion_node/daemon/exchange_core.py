@@ -20,7 +20,8 @@ done. Timers, for the first unit of a session, from when it became that at the e
 at an exchange, QUEUE_S after it was added and does not begin; seconds of the monotonic clock.
 
 Source: docs/protocol-data-plane.md, "Groups". Still ugly: a unit that waits keeps its contributions as they came, also
-when a whole prompt of many sessions waits for one slow member.
+when a whole prompt of many sessions waits for one slow member; and the file is above 600 lines, because all of it
+decides about the same few fields of a unit.
 """
 
 from __future__ import annotations
@@ -49,6 +50,9 @@ VALUE_BYTES = 4
 MAX_BEGUN_ROWS = 1024
 """Of one session, in units that have begun and are not done. As many as keep a line of 100 ms busy beside 256 rows that
 take a slow device as long; and what each other member has to keep of it before the step comes."""
+
+MAX_BEGUN_BYTES = 16 * 2**20
+"""Of one session, as contributions to one member: a link for which 64 MiB wait is given up, with all sessions on it."""
 
 MAX_EARLY_BYTES = 64 * 2**20
 """Of one peer, in contributions to what has not begun here."""
@@ -177,11 +181,18 @@ def unit_rows(dims: Dims, bounds: Sequence[SliceBounds]) -> int:
     return rows
 
 
+def begun_rows(dims: Dims, bounds: Sequence[SliceBounds]) -> int:
+    """Rows of one session that a member has under way, or one unit: as many as no link is given up for."""
+    widest = max(exchange_width(dims, owner, exchange) for owner in bounds for exchange in exchanges(dims))
+    return min(MAX_BEGUN_ROWS, MAX_BEGUN_BYTES // (widest * VALUE_BYTES))
+
+
 class Exchanges:
     """See the head of this file.
 
     Args:
         widths: values per row of each exchange that this member gets; those of a layer, in order.
+        max_begun_rows: of one session under way here, or one unit; others may have MAX_BEGUN_ROWS.
         max_waiting_rows: of all sessions together, but for a small step of each.
 
     Attributes:
@@ -196,12 +207,14 @@ class Exchanges:
         widths: dict[Exchange, int],
         *,
         max_unit_rows: int = MAX_UNIT_ROWS,
+        max_begun_rows: int = MAX_BEGUN_ROWS,
         max_waiting_rows: int = MAX_WAITING_ROWS,
     ) -> None:
         self.counters: Counter[str] = Counter()
         self.max_rows = MAX_PHASE_ROWS
         self.max_unit_rows = max_unit_rows
         self.num_rows = 0
+        self._max_begun_rows = max_begun_rows
         self._exchanges = tuple(widths)
         self._place_of = {exchange: place for place, exchange in enumerate(self._exchanges)}
         self._widths = dict(widths)
@@ -562,7 +575,7 @@ class Exchanges:
         # Without rows it is done at once: what is behind it would not follow what is before it any more.
         if before is not None and (unit.is_alone or unit.num_rows == 0 or before.position < 0):
             return False
-        fits = group.begun_rows + unit.num_rows <= MAX_BEGUN_ROWS or not group.begun_rows
+        fits = group.begun_rows + unit.num_rows <= self._max_begun_rows or not group.begun_rows
         return group.to_begin is unit and fits
 
     def _not_ready(self, unit: Unit) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import structlog
 
 from fusion_node.daemon.admission_core import Session
-from fusion_node.daemon.exchange_core import BAD_PARTIALS, Batch, Exchanges, Fault, Unit, unit_rows
+from fusion_node.daemon.exchange_core import BAD_PARTIALS, Batch, Exchanges, Fault, Unit, begun_rows, unit_rows
 from fusion_node.daemon.forwards import Owner, in_us
 from fusion_node.daemon.pace_core import Pace
 from fusion_node.daemon.serving_core import ServedStep
@@ -155,6 +155,7 @@ class FusedForwards:
         self._core = Exchanges(
             {exchange: engine.width(exchange, own) for exchange in engine.exchanges},
             max_unit_rows=unit_rows(engine.dims, engine.bounds),
+            max_begun_rows=begun_rows(engine.dims, engine.bounds),
         )
         self._core.counters = counters
         self._sent_bytes = [

@@ -15,6 +15,7 @@ from fusion_node.daemon.exchange_core import (
     GROW_AFTER,
     LATE_S,
     MAX_ALL_EARLY_BYTES,
+    MAX_BEGUN_BYTES,
     MAX_BEGUN_ROWS,
     MAX_EARLY_BYTES,
     MAX_PHASE_ROWS,
@@ -24,6 +25,7 @@ from fusion_node.daemon.exchange_core import (
     Exchanges,
     Fault,
     Unit,
+    begun_rows,
     unit_rows,
 )
 from fusion_node.engine.batching_core import Overload
@@ -560,6 +562,24 @@ def test_a_batch_that_was_too_large_is_done_in_smaller_ones_for_a_while() -> Non
         if number == 0:
             assert member.core.max_rows == 200
     assert member.core.max_rows == min(400, MAX_PHASE_ROWS)
+
+
+def test_what_one_session_has_under_way_is_less_than_a_link_is_given_up_for() -> None:
+    small = Dims(hidden=576, heads=9, kv_heads=3, head_dim=64, channels=1536)
+    large = Dims(hidden=8192, heads=64, kv_heads=8, head_dim=128, channels=28672)
+    assert begun_rows(small, split(small, (1, 1))) == MAX_BEGUN_ROWS
+    num_rows = begun_rows(large, split(large, (1, 1)))
+    assert MAX_BEGUN_BYTES / 2 < num_rows * 4 * 28673 <= MAX_BEGUN_BYTES
+    member = Member(0, PEERS[:2], Exchanges(dict.fromkeys(DENSE, 1), max_begun_rows=num_rows))
+    member.enter(1)
+    member.add(1, 1, 100)
+    member.add(1, 101, 100)
+    compute(member)
+    assert member.start() is None
+    for at in range(NUM_EXCHANGES):
+        member.get(PEERS[1], 1, 100, at=at)
+        compute(member)
+    assert compute(member).units[0].node == 101
 
 
 def test_units_fit_into_frames() -> None:
