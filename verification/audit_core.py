@@ -520,6 +520,7 @@ class _Session:
             num_partials=self._totals[peer, "partials"],
             partials_bytes=self._totals[peer, "partials_bytes"],
             invertible_fraction=max((self._invertible(peer, each, known[each]) for each in known), default=0.0),
+            has_log=peer in self._parties,
         )
 
     def _invertible(self, peer: str, exchange: Exchange, from_others: int) -> float:

@@ -55,7 +55,7 @@ class CheckName(enum.StrEnum):
     """What a report says of all findings together."""
 
     LOGS = "all parties' logs are there and whole"
-    CLOSED = "every step is closed: nothing is missing, and nothing extra"
+    CLOSED = "every step that the logs show is closed: nothing is missing, and nothing extra"
     DIGESTS = "what was sent is what was received"
     PATHS = "tensors go only to whom the plan says"
     OWN = "no node was sent columns, or contributions, that are not its own"
@@ -134,6 +134,7 @@ class NodeShare(msgspec.Struct, frozen=True):
         num_partials, partials_bytes: contributions of other members to its own part of a linear's output.
         invertible_fraction: the largest part of the input of one linear that follows from contributions that it was
             sent, by solving linear equations, together with its own. They count as no state, and hide none.
+        has_log: else all of this is what the others' logs say.
     """
 
     peer: str
@@ -146,6 +147,7 @@ class NodeShare(msgspec.Struct, frozen=True):
     num_partials: int
     partials_bytes: int
     invertible_fraction: float
+    has_log: bool = True
 
 
 class How(enum.StrEnum):

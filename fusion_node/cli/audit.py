@@ -213,6 +213,8 @@ def _verdict(node: NodeShare) -> Text:
         return Text("whole state", style="bold red")
     if node.largest_fraction > node.own_fraction:
         return Text("too much", style="bold red")
+    if not node.has_log:
+        return Text("no log", style="bold red")
     return Text("own slice" if node.num_states else "nothing", style="green")
 
 

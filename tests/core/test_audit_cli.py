@@ -82,6 +82,16 @@ def test_what_is_wrong_is_told_with_the_records_and_fails(tmp_path: Path) -> Non
     assert re.search(r"path: step 1 .* from …a to …b: the plan has no\s+such way \(a\.log:\d+,\s+b\.log:\d+\)", shown)
 
 
+def test_of_a_node_without_a_log_no_good_is_said(tmp_path: Path) -> None:
+    world = trio().close()
+    files = [path for path in world.write(tmp_path) if path.stem != "b"]
+    result = CliRunner().invoke(app, ["audit", *map(str, files), *SIZES])
+    assert isinstance(result.exception, AuditFailed)
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert [line[-2:] for line in lines if line[:1] == ["…b"]] == [["no", "log"]]
+    assert [line[-2:] for line in lines if line[:1] == ["…a"]] == [["own", "slice"]]
+
+
 def test_a_pipeline_fails_because_its_nodes_are_sent_whole_states(tmp_path: Path) -> None:
     world = World((group(0, 2, "a"), group(2, 3, "b")))
     world.steps(3, 1)

@@ -331,6 +331,7 @@ def test_a_party_without_a_log_is_named_once() -> None:
     report = judged(trio().close(), without="b")
     assert report.counts == {Kind.NO_LOG: 1}
     assert report.sessions[0].num_closed == 5
+    assert {node.peer for node in report.sessions[0].nodes if not node.has_log} == {"b"}
 
 
 def test_a_whole_step_that_nobody_has_a_record_of_is_missed() -> None:
