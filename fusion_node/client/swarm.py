@@ -162,6 +162,16 @@ class SwarmClient:
         self._numerics = numerics_class(numerics)
         self._wire = _wire_encoding(wire)
         self._wire_dtype = self._wire or self._numerics.wire_dtype
+        config = load_config(self.model)
+        self.topology = topology_of(topology)
+        check_members(members, self.topology)
+        self._dims = None
+        if self.topology is not Topology.PIPELINE:
+            _check_can_fuse(self._numerics, self._wire)
+            self._dims = fusion_dims(config)
+        self.num_layers: int = config.num_hidden_layers
+        if len(set(tap_layers)) > MAX_TAPS or not all(0 < layer <= self.num_layers for layer in tap_layers):
+            raise ConfigError(f"tap_layers: name at most {MAX_TAPS} of the layers from 1 to {self.num_layers}")
         self._device = choose_device(device)
         self._threads = threads
         self._owns_connection = connection is None
@@ -180,14 +190,6 @@ class SwarmClient:
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="boundary", initializer=prepare_thread)
         self._loading: asyncio.Future[tuple[Boundary, Tokenizer]] | None = None
         self._prefixes: PrefixCache[Answer] | None = PrefixCache() if prefix_cache else None
-        config = load_config(self.model)
-        self.topology = topology_of(topology)
-        check_members(members, self.topology)
-        self._dims = None
-        if self.topology is not Topology.PIPELINE:
-            _check_can_fuse(self._numerics, self._wire)
-            self._dims = fusion_dims(config)
-        self.num_layers: int = config.num_hidden_layers
         self._first_layers = first_layers(config)
         self._hidden_size: int = config.hidden_size
         self._vocabulary: int = config.vocab_size
@@ -196,8 +198,6 @@ class SwarmClient:
         self._policies: list[ModePolicy] = []
         """Of answers that are over, where others may learn of them: what each mode brings is known from the beginning
         then."""
-        if len(set(tap_layers)) > MAX_TAPS or not all(0 < layer <= self.num_layers for layer in tap_layers):
-            raise ConfigError(f"tap_layers: name at most {MAX_TAPS} of the layers from 1 to {self.num_layers}")
         self._drafts = None
         if self._modes is not None:
             self._drafts = Drafts(config.vocab_size, drafters, tap_layers=tap_layers, remembers=prefix_cache)

@@ -422,9 +422,13 @@ async def test_next_question_of_a_conversation_begins_with_what_the_group_has_ke
         ({"topology": "pipeline", "members": 2}, "add --topology fusion"),
     ],
 )
-def test_what_groups_cannot_do_is_refused_at_once(home: Path, options: dict[str, Any], complaint: str) -> None:
+def test_what_groups_cannot_do_is_refused_at_once(
+    home: Path, tmp_path: Path, options: dict[str, Any], complaint: str
+) -> None:
+    log = tmp_path / "user.audit"
     with pytest.raises(ConfigError, match=complaint):
-        SwarmClient("tiny", home=home, mdns=False, **{"topology": "fusion", **options})
+        SwarmClient("tiny", home=home, mdns=False, audit=log, **{"topology": "fusion", **options})
+    assert not log.exists(), "nothing was begun"
 
 
 async def test_plan_of_a_swarm_of_slices_shows_its_members(fusion: Fusion) -> None:
