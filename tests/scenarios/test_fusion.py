@@ -142,7 +142,7 @@ class Fusion:
         def record() -> bytes:
             now = time.time()
             shard = ShardRecord(
-                self.stored.model_id, "tiny", held.start, held.stop, NUM_LAYERS, FP32.name,
+                self.stored.model_id, "tiny", held.start, held.stop, self.stored.num_layers, FP32.name,
                 (ms / 1e3, ms / 1e3, ms / 1e3), admission.free_positions, slice=slice_,
             )  # fmt: skip
             made = NodeRecord(
