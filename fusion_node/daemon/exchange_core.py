@@ -9,7 +9,8 @@ members whatever order they came in. Of one session, no unit overtakes another: 
 before has passed it, so that the KV of the rows before is there; and a unit that moves KV begins when nothing before it
 is under way. What one peer sends changes nothing but sessions in whose group it is, and there makes a fault that names
 it, if it cannot be. What comes before its unit is bounded: MAX_BEGUN_ROWS of a member for a session, MAX_EARLY_BYTES of
-a peer, MAX_ALL_EARLY_BYTES together. Nothing is kept of what is over.
+a peer, MAX_ALL_EARLY_BYTES together. Nothing is kept of what is over. What is computed for a member whose link is full
+waits, and nothing else waits for it.
 
 Assumes: one caller; ``now`` never goes back; the units of a session are added in the order of its log, with ascending
 nodes; every batch that ``next_batch`` hands out comes back with ``passed`` or ``again``, or its sessions are left. A
@@ -29,6 +30,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -171,6 +173,10 @@ class _Group:
     """By member, of those and of units that have not begun."""
     early_bytes: Counter[int] = field(default_factory=Counter)
 
+    @property
+    def others(self) -> list[PeerId]:
+        return [peer for index, peer in enumerate(self.members) if index != self.own]
+
 
 def unit_rows(dims: Dims, bounds: Sequence[SliceBounds]) -> int:
     """Rows of a unit: as many as fit into a frame whatever is exchanged. The same for all members."""
@@ -193,10 +199,12 @@ class Exchanges:
     Args:
         widths: values per row of each exchange that this member gets; those of a layer, in order.
         max_begun_rows: of one session under way here, or one unit; others may have MAX_BEGUN_ROWS.
+        max_phase_rows: of one batch, or one unit.
         max_waiting_rows: of all sessions together, but for a small step of each.
 
     Attributes:
         counters: of what was not heeded.
+        members: with whom sessions that were entered are shared, and how many.
         max_rows: of one batch.
         max_unit_rows: of one unit.
         num_rows: that are not done.
@@ -208,13 +216,16 @@ class Exchanges:
         *,
         max_unit_rows: int = MAX_UNIT_ROWS,
         max_begun_rows: int = MAX_BEGUN_ROWS,
+        max_phase_rows: int = MAX_PHASE_ROWS,
         max_waiting_rows: int = MAX_WAITING_ROWS,
     ) -> None:
         self.counters: Counter[str] = Counter()
-        self.max_rows = MAX_PHASE_ROWS
+        self.members: Counter[PeerId] = Counter()
+        self.max_rows = max_phase_rows
         self.max_unit_rows = max_unit_rows
         self.num_rows = 0
         self._max_begun_rows = max_begun_rows
+        self._max_phase_rows = max_phase_rows
         self._exchanges = tuple(widths)
         self._place_of = {exchange: place for place, exchange in enumerate(self._exchanges)}
         self._widths = dict(widths)
@@ -240,6 +251,7 @@ class Exchanges:
         self.leave(session)
         group = _Group(session, user, alias, tuple(members), own, layers)
         self._groups[session] = self._by_alias[alias] = group
+        self.members.update(group.others)
 
     def leave(self, session: Any) -> None:
         """Nothing of a session is computed any more; what still comes for it changes nothing."""
@@ -247,6 +259,7 @@ class Exchanges:
         if group is None:
             return
         del self._by_alias[group.alias]
+        self.members -= Counter(group.others)
         for unit in group.units.values():
             self._not_ready(unit)
         for member in list(group.early_bytes):
@@ -305,23 +318,29 @@ class Exchanges:
 
     # what is computed
 
-    def next_batch(self) -> Batch | None:
-        """What has been ready for longest, and all that can be computed with it; None when nothing is ready."""
-        if not self._ready:
+    def next_batch(self, full: AbstractSet[PeerId] = frozenset()) -> Batch | None:
+        """What has been ready for longest, and all that can be computed with it; None when nothing may be computed.
+
+        Args:
+            full: members for whom so much waits to be sent that nothing more is to be computed for them yet.
+        """
+        ready = self._not_for(full) if full else self._ready
+        if not ready:
             return None
-        key = next(iter(self._ready))
-        urgent = next((k for k, units in self._ready.items() if any(not unit.is_batch for unit in units)), key)
+        key = next(iter(ready))
+        urgent = next((k for k, units in ready.items() if any(not unit.is_batch for unit in units)), key)
         if urgent != key and self._num_skipped < MAX_SKIPPED_BATCHES:
             self._num_skipped += 1
             key = urgent
         else:
             self._num_skipped = 0
-        waiting, chosen, num_rows = self._ready[key], list[Unit](), 0
-        for unit in waiting:
+        chosen, num_rows = list[Unit](), 0
+        for unit in ready[key]:
             if chosen and num_rows + unit.num_rows > self.max_rows:
                 break
             chosen.append(unit)
             num_rows += unit.num_rows
+        waiting = self._ready[key]
         for unit in chosen:
             del waiting[unit]
             unit.is_running = True
@@ -336,6 +355,12 @@ class Exchanges:
         layer, exchange = self._at(group, max(first.position, 0))
         return Batch(layer, None if received is None else exchange, group.layers, tuple(chosen), received)
 
+    def _not_for(self, full: AbstractSet[PeerId]) -> dict[Hashable, list[Unit]]:
+        """What is ready and has nothing for these."""
+        held = {session for session, group in self._groups.items() if not full.isdisjoint(group.others)}
+        going = {key: [unit for unit in units if unit.session not in held] for key, units in self._ready.items()}
+        return {key: units for key, units in going.items() if units}
+
     def passed(self, batch: Batch, contributions: Sequence[Any], *, now: MonotonicS) -> list[Unit]:
         """A batch was computed.
 
@@ -346,8 +371,8 @@ class Exchanges:
             Units that are done, those of one session in order.
         """
         self._num_passed += 1
-        if self.max_rows < MAX_PHASE_ROWS and self._num_passed == GROW_AFTER:
-            self.max_rows, self._num_passed = min(2 * self.max_rows, MAX_PHASE_ROWS), 0
+        if self.max_rows < self._max_phase_rows and self._num_passed == GROW_AFTER:
+            self.max_rows, self._num_passed = min(2 * self.max_rows, self._max_phase_rows), 0
         done = []
         for unit, own in zip(batch.units, contributions, strict=True):
             group = self._groups.get(unit.session)

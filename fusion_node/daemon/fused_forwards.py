@@ -19,7 +19,16 @@ from typing import Any, Protocol
 import structlog
 
 from fusion_node.daemon.admission_core import Session
-from fusion_node.daemon.exchange_core import BAD_PARTIALS, Batch, Exchanges, Fault, Unit, begun_rows, unit_rows
+from fusion_node.daemon.exchange_core import (
+    BAD_PARTIALS,
+    MAX_PHASE_ROWS,
+    Batch,
+    Exchanges,
+    Fault,
+    Unit,
+    begun_rows,
+    unit_rows,
+)
 from fusion_node.daemon.forwards import Owner, in_us
 from fusion_node.daemon.pace_core import Pace
 from fusion_node.daemon.serving_core import ServedStep
@@ -41,6 +50,14 @@ long, and a token passes some hundred. Others wait for it no longer than for a l
 
 LEARN_SHARE = 0.125
 """Weight of a batch in what batches of about its rows take."""
+
+MAX_BACKLOG_BYTES = 16 * 2**20
+"""That may wait for another member when something is computed for it. A batch is 16 MiB, or one frame of 32, and a link
+for which 64 MiB wait is given up, with the sessions of everybody: however many sessions share it, and however slow it
+is, they wait for one another instead."""
+
+HELD_S = 0.05
+"""Between two looks at such a backlog."""
 
 _MAX_US = 2**32 - 1
 
@@ -130,6 +147,7 @@ class FusedForwards:
         send: hands a message to a link; whoever is gone need not be told.
         running: gets the futures of what runs in threads, and is rid of them when they are done.
         counters: for status replies.
+        backlog_bytes: that wait to be sent to a peer, or for its acknowledgement.
         pace: is told how fast it goes.
     """
 
@@ -142,6 +160,7 @@ class FusedForwards:
         running: set[asyncio.Future[Any]],
         counters: Counter[str],
         clock: Callable[[], float],
+        backlog_bytes: Callable[[PeerId], int] = lambda peer: 0,
         pace: Pace | None = None,
     ) -> None:
         self._engine = engine
@@ -150,12 +169,14 @@ class FusedForwards:
         self._running = running
         self._counters = counters
         self._clock = clock
+        self._backlog_bytes = backlog_bytes
         self._pace = pace
-        own = engine.member.index
+        own, most = engine.member.index, begun_rows(engine.dims, engine.bounds)
         self._core = Exchanges(
             {exchange: engine.width(exchange, own) for exchange in engine.exchanges},
             max_unit_rows=unit_rows(engine.dims, engine.bounds),
-            max_begun_rows=begun_rows(engine.dims, engine.bounds),
+            max_begun_rows=most,
+            max_phase_rows=min(MAX_PHASE_ROWS, most),
         )
         self._core.counters = counters
         self._sent_bytes = [
@@ -170,6 +191,7 @@ class FusedForwards:
         self._flight: _Flight | None = None
         self._is_stopped = False
         self._will_pump = False
+        self._held: asyncio.TimerHandle | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -259,8 +281,9 @@ class FusedForwards:
 
     def close(self) -> None:
         """After ``stop``: the thread ends with the batch that it is in; a process that exits amid one may crash."""
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._held):
+            if timer is not None:
+                timer.cancel()
         self._device.shutdown(wait=False, cancel_futures=True)
 
     # the device
@@ -275,11 +298,18 @@ class FusedForwards:
         """Computes what is ready when the device is idle."""
         self._will_pump = False
         while self._flight is None and not self._is_stopped:
-            batch = self._core.next_batch()
+            full = {peer for peer in self._core.members if self._backlog_bytes(peer) > MAX_BACKLOG_BYTES}
+            batch = self._core.next_batch(full)
             if batch is None:
+                if self._core.num_ready and self._held is None:
+                    self._held = asyncio.get_running_loop().call_later(HELD_S, self._pump_held)
                 break
             self._start(batch)
         self._set_timer()
+
+    def _pump_held(self) -> None:
+        self._held = None
+        self._pump()
 
     def _set_timer(self) -> None:
         if self._timer is None and not self._is_stopped:

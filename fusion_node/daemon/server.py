@@ -139,6 +139,7 @@ class NodeServer:
                 running=self._running,
                 counters=self.counters,
                 clock=clock,
+                backlog_bytes=lambda peer: self._require_pool().backlog_bytes(peer),
                 pace=pace,
             )
         else:

@@ -582,6 +582,37 @@ def test_what_one_session_has_under_way_is_less_than_a_link_is_given_up_for() ->
     assert compute(member).units[0].node == 101
 
 
+def test_what_is_for_a_member_whose_link_is_full_waits_and_nothing_else_does() -> None:
+    core = Exchanges(dict.fromkeys(DENSE, 1))
+    core.enter("slow", user="user", alias=1, members=PEERS[:2], own=0, layers=LAYERS)
+    core.enter("other", user="user", alias=2, members=(PEERS[0], PEERS[2]), own=0, layers=LAYERS)
+    assert core.members == {PEERS[1]: 1, PEERS[2]: 1}
+    for session in ("slow", "other"):
+        assert core.add([Unit(session, 1, 1)], now=NOW) == []
+    batch = core.next_batch({PEERS[1]})
+    assert batch is not None
+    assert [unit.session for unit in batch.units] == ["other"]
+    core.check_integrity()
+    assert core.next_batch({PEERS[1]}) is None
+    assert core.num_ready == 1
+    batch = core.next_batch()
+    assert batch is not None
+    assert [unit.session for unit in batch.units] == ["slow"]
+    core.check_integrity()
+    core.leave("slow")
+    assert core.members == {PEERS[2]: 1}
+
+
+def test_a_batch_grows_to_no_more_than_a_link_may_hold() -> None:
+    core = Exchanges(dict.fromkeys(DENSE, 1), max_phase_rows=150)
+    for session in range(3):
+        core.enter(session, user="user", alias=session, members=PEERS[:2], own=0, layers=LAYERS)
+        assert core.add([Unit(session, 1, 100)], now=NOW) == []
+    batch = core.next_batch()
+    assert batch is not None
+    assert batch.num_rows == 100
+
+
 def test_units_fit_into_frames() -> None:
     built_in = Dims(hidden=576, heads=9, kv_heads=3, head_dim=64, channels=1536)
     assert unit_rows(built_in, split(built_in, (1, 1, 1))) == MAX_UNIT_ROWS

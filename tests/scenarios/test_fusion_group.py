@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
 import torch
 from msgspec import structs
 
+from fusion_node.daemon.fused_forwards import MAX_BACKLOG_BYTES
 from fusion_node.engine.slice_engine import SliceEngine
 from fusion_node.engine.sliced_stage import FusedStep
 from fusion_node.engine.tensor_codec import encode_rows
 from fusion_node.errors import ResourceExhausted
 from fusion_node.slices import Exchange, ModelSlice
-from fusion_node.types import LayerRange
+from fusion_node.types import LayerRange, PeerId
 from p2p.messages import (
     Cancel,
     Partials,
@@ -106,6 +108,35 @@ async def test_long_prompts_of_several_sessions_pass_in_units_beside_one_another
         assert node.server.counters["steps"] == 6
         assert 7 * 4 < node.server.counters["exchanges"] <= 3 * 3 * 29  # alone, each unit would take 29
         assert node.server.counters["partials"] <= 2 * 3 * 3 * 28
+
+
+async def test_a_member_computes_nothing_for_another_one_whose_link_is_full(
+    swarm: MemorySwarm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = await group(swarm, ALL, (1, 1))
+    user = GroupUser.of(swarm, [nodes])
+    await user.open()
+    expected = await user.step(user.embed(PROMPT)), await user.step(user.embed([7]))
+    pool, num_before = nodes[0].pool, nodes[0].server.counters["exchanges"]
+    looked = asyncio.Event()
+
+    def full(peer: PeerId) -> int:
+        if peer == nodes[1].peer:
+            looked.set()
+            return MAX_BACKLOG_BYTES + 1
+        return 0
+
+    again = GroupUser.of(swarm, [nodes])
+    await again.open()
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "backlog_bytes", full)
+        sequences = [again.send(again.embed(PROMPT)), again.send(again.embed([7]))]
+        for _ in range(3):
+            looked.clear()
+            await looked.wait()
+        assert nodes[0].server.counters["exchanges"] == num_before
+    for sequence, rows in zip(sequences, expected, strict=True):
+        assert near(await again.result(sequence), rows)
 
 
 async def test_rows_that_are_reused_or_skipped_are_so_in_all_members(swarm: MemorySwarm) -> None:
