@@ -53,7 +53,7 @@ from verification.audit_frames_core import (
     short,
     told,
 )
-from verification.audit_plan_core import EXCHANGE_NAMES, RoutePlan
+from verification.audit_plan_core import EXCHANGE_NAMES, RoutePlan, Stage
 from verification.audit_report import (
     CHECK_OF,
     Band,
@@ -165,8 +165,8 @@ class _Session:
         self._plans = self._read_plans(dims_of)
         self._orders: dict[Order, set[str]] = {}
         self._entries: dict[tuple[object, ...], Entry] = {}
-        self._results: list[Frame] = []
-        self._partials: list[Frame] = []
+        self._results: list[tuple[Frame, ResultLine]] = []
+        self._partials: list[tuple[Frame, PartialsLine, Stage]] = []
         self._columns: dict[tuple[str, int], Columns] = {}
         self._foreign: dict[tuple[str, int, int, str, int], Columns] = {}
         self._totals: Counter[tuple[str, str]] = Counter()
@@ -305,7 +305,7 @@ class _Session:
         elif what.width != len(last.columns_of(frame.sender)):
             self._add_width(frame, what.width, len(last.columns_of(frame.sender)), "columns")
         else:
-            self._results.append(frame)
+            self._results.append((frame, what))
 
     def _sort_taps(self, plan: RoutePlan, frame: Frame, what: TapsLine) -> None:
         stage = plan.stage_of(frame.sender)
@@ -335,7 +335,7 @@ class _Session:
         inputs = plan.inputs_of(stage, exchange, frame.sender)
         if width >= inputs:
             self._contributed.setdefault(frame.receiver, set()).add((exchange, frame.sender, inputs))
-        self._partials.append(frame)
+        self._partials.append((frame, what, stage))
 
     def _note_foreign(self, plan: RoutePlan, frame: Frame) -> None:
         """A node has been sent something that is not its own: which columns, only the content would show.
@@ -367,9 +367,8 @@ class _Session:
 
     def _place_results(self) -> None:
         entries = {(e.step.epoch, e.step.sequence): e for e in self._entries.values() if not e.is_replay}
-        for frame in self._results:
-            assert isinstance(frame.what, ResultLine)  # noqa: S101 - that is what is put there
-            entry = entries.get((frame.what.epoch, frame.what.sequence))
+        for frame, what in self._results:
+            entry = entries.get((what.epoch, what.sequence))
             if entry is None:
                 self._add(Kind.EXTRA, f"{told(frame)} answers no step", frame)
             elif frame.sender in entry.results:
@@ -386,11 +385,7 @@ class _Session:
         for listed in starts.values():
             listed.sort(key=lambda each: each[0])
         firsts = {key: [first for first, _ in listed] for key, listed in starts.items()}
-        for frame in self._partials:
-            what = frame.what
-            assert isinstance(what, PartialsLine)  # noqa: S101 - that is what is put there
-            stage = self._plans[what.epoch].stage_of(frame.sender, frame.receiver)
-            assert stage is not None  # noqa: S101 - as it was when the frame was put there
+        for frame, what, stage in self._partials:
             key = (what.epoch, stage.index)
             at = bisect_right(firsts.get(key, []), what.node) - 1
             if at < 0 or what.node >= (entry := starts[key][at][1]).step.first + entry.step.nodes:
