@@ -9,6 +9,8 @@ Assumes: clocks of honest peers differ by less than MAX_CLOCK_SKEW_S.
 Why the caps: a record that its author may date freely can silence that author for years, because a later honest one
 never looks newer. Hence an expiry of at most MAX_RECORD_TTL_S, and dates at most MAX_CLOCK_SKEW_S ahead. What is
 still gained by such a date must be worth nothing: neither RecordTable nor p2p.record_exchange prefers it.
+
+Above 600 lines: four kinds of statement, whose fields, bounds and checks stand side by side because they are alike.
 """
 
 from __future__ import annotations

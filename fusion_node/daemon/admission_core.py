@@ -17,6 +17,8 @@ for a plan to adopt), retained (over, its beginning kept until the room is neede
 KEPT_S after a session was kept, the end of a grace, and RETAIN_S after the earliest close with ``retain``, in seconds
 of the monotonic clock. Still ugly: a session that uses some of the node's layers reserves its positions in all of them;
 and what a retained session leaves behind here is noticed late when the block manager has dropped its blocks.
+
+Above 600 lines: opening, adopting and leases change one state, a session with what it waits for and what it reserves.
 """
 
 from __future__ import annotations
