@@ -74,7 +74,11 @@ MAX_PENDING_BYTES = 256 * 2**20
 """Of tensors that wait to be hashed on the thread; what is more is hashed in the call that records it."""
 
 MAX_SESSIONS = 16_384
-"""Whose ids are kept for the entries of ``p``, which name them by an alias."""
+"""Whose ids and numbers are kept, the last ones: strangers may name as many as they like. One that comes back after
+that is introduced again, by another number, and entries of ``p``, which name sessions by an alias, stand for none."""
+
+MAX_PEERS = 16_384
+"""The same of peers."""
 
 _EXCHANGES = {exchange.value: exchange.name.lower() for exchange in Exchange}
 
@@ -111,8 +115,9 @@ class AuditLog:
         self._began = clock()
         self._left_bytes = max_bytes
         self._number = 0
-        self._peers: dict[PeerId, int] = {}
-        self._sessions: dict[bytes, int] = {}
+        self._peers: OrderedDict[PeerId, int] = OrderedDict()
+        self._sessions: OrderedDict[bytes, int] = OrderedDict()
+        self._num_peers = self._num_sessions = 0
         self._aliases: OrderedDict[int, tuple[bytes, int]] = OrderedDict()
         self._lock = threading.Lock()
         self._hashing: ThreadPoolExecutor | None = None
@@ -250,7 +255,8 @@ class AuditLog:
             return
         if self._hashing is None:
             self._hashing = ThreadPoolExecutor(1, thread_name_prefix="audit-log")
-        self._pending_bytes += num_bytes
+        with self._lock:
+            self._pending_bytes += num_bytes
         self._hashing.submit(self._hash_later, work, num_bytes)
 
     def _hash_later(self, work: Callable[[], AnyTensor], num_bytes: int) -> None:
@@ -280,8 +286,13 @@ class AuditLog:
         if session:
             found = self._sessions.get(session)
             if found is None:
-                found = self._sessions[session] = len(self._sessions) + 1
+                self._num_sessions += 1
+                found = self._sessions[session] = self._num_sessions
                 self._write(SessionLine(found, name_of(session)))
+                if len(self._sessions) > MAX_SESSIONS:
+                    self._sessions.popitem(last=False)
+            else:
+                self._sessions.move_to_end(session)
             number = found
         return (*self._now(), to, from_, number, epoch)
 
@@ -292,8 +303,13 @@ class AuditLog:
     def _peer(self, peer: PeerId) -> int:
         number = self._peers.get(peer)
         if number is None:
-            number = self._peers[peer] = len(self._peers) + 1
+            self._num_peers += 1
+            number = self._peers[peer] = self._num_peers
             self._write(PeerLine(number, peer))
+            if len(self._peers) > MAX_PEERS:
+                self._peers.popitem(last=False)
+        else:
+            self._peers.move_to_end(peer)
         return number
 
     def _write(self, *lines: AnyLine) -> None:

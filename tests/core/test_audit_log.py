@@ -18,6 +18,7 @@ import pytest
 from fusion_node.audit_records import MAX_LINE_BYTES, decode_line, digest_of, name_of
 from fusion_node.errors import ConfigError
 from fusion_node.types import PeerId
+from p2p import audit_log
 from p2p.audit_log import AuditLog
 from p2p.compression import LARGE_BYTES
 from p2p.identity import Identity
@@ -175,6 +176,26 @@ def test_a_plan_is_recorded_as_who_serves_what(recording: Recording) -> None:
     }
     assert line["digest"] == digest_of(plan, SESSION)
     assert "plan" not in recording.of(OpenSession(SESSION, 3, 0, b"no plan"))
+
+
+def test_no_more_sessions_and_peers_are_remembered_than_the_last_ones(
+    recording: Recording, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(audit_log, "MAX_SESSIONS", 2)
+    monkeypatch.setattr(audit_log, "MAX_PEERS", 2)
+    ids = [bytes([number]) * 16 for number in range(3)]
+    peers = [Identity.generate().peer_id for _ in ids]
+    for session, peer in [*zip(ids, peers, strict=True), (ids[2], peers[2]), (ids[0], peers[0])]:
+        recording.log.sent(peer, a_step(session=session), ROWS)
+    lines = recording.lines()
+    introduced = [(line["number"], line["name"]) for line in lines if line["is"] == "session"]
+    assert introduced == [(n, name_of(session)) for n, session in enumerate([*ids, ids[0]], start=1)]
+    assert [(line["number"], line["peer"]) for line in lines if line["is"] == "peer"] == [
+        *enumerate([*peers, peers[0]], start=1)
+    ]
+    assert [(line["session"], line["to"]) for line in lines if line["is"] == "step"] == [
+        (n, n) for n in (1, 2, 3, 3, 4)
+    ]
 
 
 def test_the_longest_plan_fits_into_a_line(recording: Recording) -> None:
