@@ -32,6 +32,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options.add_argument("--only", nargs="+", choices=list(GROUPS), default=[], help="measure these")
     options.add_argument("--draft", type=Path, metavar="DIR", help="trained draft head for the group novel")
+    options.add_argument(
+        "--numerics",
+        choices=("fp32", "f16r32", "bf16"),
+        default="fp32",
+        help="class in which novel and copied are computed; bf16 is for CPUs that multiply it in hardware, on which a "
+        "wide pass then costs little more than a narrow one, as on GPUs",
+    )
     options.add_argument("--plot", type=Path, metavar="SVG", help="draw tokens per second against the round trip")
     arguments = options.parse_args(argv)
     if arguments.draft is not None and not (arguments.draft / "config.json").is_file():
@@ -52,7 +59,10 @@ def _run(quick: bool, arguments: argparse.Namespace) -> tuple[list[Check], dict[
     for group in arguments.only or GROUPS:
         print(f"{group} …", file=sys.stderr, flush=True)
         module = importlib.import_module(GROUPS[group])
-        found, data[group] = module.run(quick, arguments.draft) if group == "novel" else module.run(quick)
+        settings: dict[str, Any] = {} if group == "engine" else {"numerics": arguments.numerics}
+        if group == "novel":
+            settings["draft"] = arguments.draft
+        found, data[group] = module.run(quick, **settings)
         data["skipped"] |= data[group].get("skipped", {})
         checks += found
         if arguments.json is not None:  # an hour's work is not to be lost by what comes after it

@@ -31,8 +31,9 @@ from benchmarks.speculation.measured import (
     tree_limit,
 )
 from benchmarks.speculation.replay import Replayed, expected_rate
-from benchmarks.speculation.rig import NUM_STAGES, OtherLoad, Swarm, swarm_of
+from benchmarks.speculation.rig import MODEL, NUM_STAGES, OtherLoad, Swarm, swarm_of
 from benchmarks.speculation.ring import Costs
+from benchmarks.speculation.teacher import BOUNDS, gaps_of, load_target
 from scheduler.speculation import Ring, async_chain_limit, plain_rate
 
 QUIET_CORES = 0.2
@@ -94,10 +95,11 @@ async def measure(
     max_tokens: int,
     draft: Path | None = None,
     remembers: bool = True,
+    numerics: str = "fp32",
 ) -> Cell:
     """Asks every prompt in every mode, all modes in turn. For the arguments see ``swarm_of``."""
     answers: dict[str, list[Answered]] = defaultdict(list)
-    async with swarm_of(round_trip_ms, modes, draft=draft, remembers=remembers) as swarm:
+    async with swarm_of(round_trip_ms, modes, draft=draft, remembers=remembers, numerics=numerics) as swarm:
         load = OtherLoad()
         for number, prompt in enumerate(prompts):
             found = {
@@ -109,6 +111,10 @@ async def measure(
                     answers[mode].append(answer)
         other_cores = load.cores()
     ordered = {mode: answers[mode] for mode in modes}
+    gaps = gaps_of(
+        load_target(MODEL, numerics),
+        [(swarm.prompt_ids[answer.prompt], answer.tokens) for mode in modes for answer in ordered[mode]],
+    )
     data = {
         "round_trip_ms": round_trip_ms,
         "measured_round_trips_ms": [round(each, 2) for each in swarm.round_trips_ms],
@@ -116,7 +122,11 @@ async def measure(
         "is_noisy": other_cores > QUIET_CORES,
         "num_prompts": len(ordered["plain"]),
         "modes": summary_of(ordered),
+        "numerics": numerics,
         "different": sum(num_different(ordered[mode], ordered["plain"]) for mode in modes),
+        "worst_gap": gaps.worst,
+        "not_the_best": gaps.num_other,
+        "looked_at": gaps.num_tokens,
         **_plain_model(swarm, ordered["plain"]),
         **_tree_model(swarm, ordered["plain"], ordered["tree"], round_trip_ms, remembers=remembers),
         "answers": {
@@ -235,7 +245,8 @@ def in_words(label: str, cell: Cell) -> str:
     )
     return "\n".join(
         (
-            f"{label}, RTT {cell.round_trip_ms} ms (measured: {min(data['measured_round_trips_ms']):.1f}); "
+            f"{label}, {data['numerics']}, RTT {cell.round_trip_ms} ms "
+            f"(measured: {min(data['measured_round_trips_ms']):.1f}); "
             f"others used {data['other_cores']:.2f} cores{noise}",
             *(
                 f"  {mode:6}{each['tokens_per_s']:7.2f} tokens/s {each['gain']:5.2f} x plain "
@@ -244,6 +255,8 @@ def in_words(label: str, cell: Cell) -> str:
             ),
             f"  plain decode takes {data['plain_ms']:.1f} ms, planned {planned_ms:.1f}; the tree is "
             f"{data['measured_over_limit']:.2f} of its limit, simulated {data['simulated']:.2f} tokens/s",
+            f"  {data['different']} answers are not plain decode's; of {data['looked_at']} tokens "
+            f"{data['not_the_best']} are not the best of a prefill, the furthest by {data['worst_gap']:.3f} deviations",
             f"  tree, first guess/any of eight right, by depth where guessed: {by_depth}",
         )
     )
@@ -272,7 +285,14 @@ def model_checks(prefix: str, label: str, cells: Sequence[Cell]) -> list[Check]:
     ]
 
 
-def same_text(prefix: str, label: str, cells: Sequence[Cell]) -> Check:
-    """Whether every answer was plain decode's."""
+def text_checks(prefix: str, label: str, cells: Sequence[Cell]) -> list[Check]:
+    """Whether every token is the best one within its class's bound, and in fp32 every answer plain decode's."""
+    numerics = cells[0].data["numerics"]
+    worst = max(cell.data["worst_gap"] for cell in cells)
+    what = f"{label}: the furthest a token is below the best, in {numerics}, in deviations"
+    found = [Check(f"{prefix}-best", what, worst, "", BOUNDS[numerics], "<=")]
+    if numerics != "fp32":
+        return found
     different = sum(cell.data["different"] for cell in cells)
-    return Check(f"{prefix}-same", f"{label}: answers whose tokens are not plain decode's", different, "", 0, "==")
+    what = f"{label}: answers whose tokens are not plain decode's"
+    return [*found, Check(f"{prefix}-same", what, different, "", 0, "==")]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Check
-from benchmarks.speculation.cells import Cell, measure, model_checks, read_prompts, same_text
+from benchmarks.speculation.cells import Cell, measure, model_checks, read_prompts, text_checks
 
 LABEL = "copied text"
 PROMPTS = Path(__file__).with_name("copied.toml")
@@ -34,7 +34,7 @@ TARGET = 3.0
 CANNOT_SHOW = "answers that repeat a text of the question: says nothing about new text"
 
 
-def run(quick: bool) -> tuple[list[Check], dict[str, Any]]:
+def run(quick: bool, *, numerics: str = "fp32") -> tuple[list[Check], dict[str, Any]]:
     prompts = read_prompts(PROMPTS)
     num_tokens = NUM_TOKENS
     if quick:
@@ -43,11 +43,12 @@ def run(quick: bool) -> tuple[list[Check], dict[str, Any]]:
         num_tokens = NUM_QUICK_TOKENS
     cell = asyncio.run(
         # Several prompts have one text: none is to learn from the answer to another.
-        measure(LABEL, ROUND_TRIP_MS, MODES, prompts, max_tokens=num_tokens, remembers=False)
+        measure(LABEL, ROUND_TRIP_MS, MODES, prompts, max_tokens=num_tokens, remembers=False, numerics=numerics)
     )
     data: dict[str, Any] = {
         "label": LABEL,
         "cannot_show": CANNOT_SHOW,
+        "numerics": numerics,
         "draft": "suffix and recycling",
         "kinds": Counter(prompt.kind for prompt in prompts),
         "cells": [cell.data],
@@ -61,5 +62,5 @@ def checks(cell: Cell) -> list[Check]:
     return [
         Check(f"copied-rtt{cell.round_trip_ms}", what, gain, "x", TARGET, ">="),
         *model_checks("copied", LABEL, [cell]),
-        same_text("copied", LABEL, [cell]),
+        *text_checks("copied", LABEL, [cell]),
     ]

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import Check
-from benchmarks.speculation.cells import Cell, Prompt, measure, model_checks, read_prompts, same_text
+from benchmarks.speculation.cells import Cell, Prompt, measure, model_checks, read_prompts, text_checks
 from benchmarks.speculation.rig import MODEL
 
 LABEL = "real drafts, new text"
@@ -48,21 +48,22 @@ CANNOT_SHOW = (
 )
 
 
-def run(quick: bool, draft: Path | None = None) -> tuple[list[Check], dict[str, Any]]:
+def run(quick: bool, draft: Path | None = None, *, numerics: str = "fp32") -> tuple[list[Check], dict[str, Any]]:
     """
     Args:
         draft: folder of a trained head; None: what needs no model guesses, and nothing is said of trained drafts.
+        numerics: class of nodes and users.
     """
     prompts = read_prompts(PROMPTS)
     round_trips: Sequence[int] = ROUND_TRIPS_MS
     num_tokens = NUM_TOKENS
     if quick:
         prompts, round_trips, num_tokens = prompts[:NUM_QUICK_PROMPTS], QUICK_ROUND_TRIPS_MS, NUM_QUICK_TOKENS
-    of_head = None if draft is None else acceptance_of(draft, prompts, num_tokens)
+    of_head = None if draft is None else acceptance_of(draft, prompts, num_tokens, numerics)
 
     async def cells() -> list[Cell]:
         return [
-            await measure(LABEL, round_trip_ms, MODES, prompts, max_tokens=num_tokens, draft=draft)
+            await measure(LABEL, round_trip_ms, MODES, prompts, max_tokens=num_tokens, draft=draft, numerics=numerics)
             for round_trip_ms in round_trips
         ]
 
@@ -70,6 +71,7 @@ def run(quick: bool, draft: Path | None = None) -> tuple[list[Check], dict[str, 
     data: dict[str, Any] = {
         "label": LABEL,
         "cannot_show": CANNOT_SHOW,
+        "numerics": numerics,
         "draft": "none: suffix and recycling" if draft is None else "trained head, suffix and recycling",
         "head_acceptance": of_head,
         "cells": [cell.data for cell in found],
@@ -78,7 +80,7 @@ def run(quick: bool, draft: Path | None = None) -> tuple[list[Check], dict[str, 
     return checks(found, of_head), data
 
 
-def acceptance_of(draft: Path, prompts: Sequence[Prompt], num_tokens: int) -> dict[str, Any]:
+def acceptance_of(draft: Path, prompts: Sequence[Prompt], num_tokens: int, numerics: str) -> dict[str, Any]:
     """How often a head's guess is the model's, by depth, at every place of the answers to these prompts.
 
     As ``fusion-node draft eval`` measures it.
@@ -97,7 +99,7 @@ def acceptance_of(draft: Path, prompts: Sequence[Prompt], num_tokens: int) -> di
     head = TrainedHead.load(draft)
     target = DraftTarget.load(
         stored,
-        numerics=numerics_class("fp32"),
+        numerics=numerics_class(numerics),
         device=choose_device("cpu"),
         feature_layers=list(head.config.feature_layers),
     )
@@ -142,4 +144,4 @@ def checks(cells: Sequence[Cell], of_head: dict[str, Any] | None) -> list[Check]
     ]
     what = f"{LABEL}: tree over synchronous chain, emulated round trips, the least"
     found.append(at_least("real-chain", what, min(over_chain), "x", 1.0))
-    return [*found, *model_checks("real", LABEL, cells), same_text("real", LABEL, cells)]
+    return [*found, *model_checks("real", LABEL, cells), *text_checks("real", LABEL, cells)]

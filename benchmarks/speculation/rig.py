@@ -192,6 +192,7 @@ class Swarm:
         round_trips_ms: between the user and each node, the least that was measured.
         noted: by mode, of all answers together but warm-ups.
         num_prompt: by prompt, its tokens.
+        prompt_ids: by prompt, what answers go on from.
     """
 
     def __init__(self, connection: WatchedConnection, clients: dict[str, WatchedClient]) -> None:
@@ -201,6 +202,7 @@ class Swarm:
         self.round_trips_ms: tuple[float, ...] = ()
         self.noted: dict[str, list[Noted]] = defaultdict(list)
         self.num_prompt: dict[int, int] = {}
+        self.prompt_ids: dict[int, tuple[int, ...]] = {}
 
     async def warm_up(self) -> None:
         """Opens links and wakes up nodes; then waits for what the planner needs."""
@@ -235,6 +237,8 @@ class Swarm:
         self.noted[mode].append(noted)
         stats = generation.stats
         self.num_prompt[number] = stats.prompt_tokens
+        if number not in self.prompt_ids:
+            self.prompt_ids[number] = tuple(await client.encode(prompt))
         now_ms = [1000 * stage.round_trip_s for stage in stats.stages]
         self.round_trips_ms = tuple(map(min, self.round_trips_ms or now_ms, now_ms))
         told = stats.speculation
@@ -250,7 +254,12 @@ class Swarm:
 
 @asynccontextmanager
 async def swarm_of(
-    round_trip_ms: float, modes: Sequence[str], *, draft: Path | None = None, remembers: bool = True
+    round_trip_ms: float,
+    modes: Sequence[str],
+    *,
+    draft: Path | None = None,
+    remembers: bool = True,
+    numerics: str = "fp32",
 ) -> AsyncIterator[Swarm]:
     """Starts three nodes of ten layers each, and a user per mode, who has been in no swarm before.
 
@@ -258,6 +267,7 @@ async def swarm_of(
         modes: of ``--speculate``, and "plain".
         draft: folder of a draft head, for the modes that guess.
         remembers: whether a mode's answers learn from its earlier ones.
+        numerics: class of nodes and users.
     """
     store = ModelStore()
     stored = store.pull(MODEL)
@@ -268,7 +278,7 @@ async def swarm_of(
         home.mkdir()
         (home / "models").symlink_to(store.home / "models")
         nodes = await stack.enter_async_context(
-            LocalSwarm(MODEL, folder=folder, home=home, threads=1, numerics="fp32", line=line)
+            LocalSwarm(MODEL, folder=folder, home=home, threads=1, numerics=numerics, line=line)
         )
         await nodes.start(split_evenly(stored.num_layers, NUM_STAGES))
         await nodes.wait_ready()
@@ -284,6 +294,7 @@ async def swarm_of(
                     home=home,
                     mdns=False,
                     threads=1,
+                    numerics=numerics,
                     prefix_cache=remembers,
                     connection=connection,
                     speculation=mode if speculates else "off",

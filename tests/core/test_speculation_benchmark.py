@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.report import Check
-from benchmarks.speculation import copied, novel
+from benchmarks.speculation import copied, novel, teacher
 from benchmarks.speculation.__main__ import main
 from benchmarks.speculation.cells import Cell, Prompt, read_prompts
 from benchmarks.speculation.measured import (
@@ -34,8 +35,11 @@ from benchmarks.speculation.measured import (
 )
 from benchmarks.speculation.replay import Replayed, expected_rate
 from benchmarks.speculation.ring import Costs
+from fusion_node.engine.draft_data import DraftTarget, Job, record
 from fusion_node.engine.draft_prompts import training_prompts
+from fusion_node.engine.numerics import numerics_class
 from scheduler.speculation import Ring, plain_rate
+from tests.engine.tiny import tiny_model
 
 
 def answered(prompt: int, num_tokens: int, decode_s: float, **more: Any) -> Answered:
@@ -173,12 +177,14 @@ def test_answers_that_were_guessed_are_expected_sooner_the_better_the_guesses() 
 # checks and the command line
 
 
-def cell(round_trip_ms: int, gains: dict[str, float]) -> Cell:
+def cell(round_trip_ms: int, gains: dict[str, float], *, numerics: str = "fp32", worst_gap: float = 0.0) -> Cell:
     modes = {mode: {"gain": gain, "total_gain": gain, "tokens_per_s": 5 * gain} for mode, gain in gains.items()}
     data = {
         "round_trip_ms": round_trip_ms,
         "modes": modes,
+        "numerics": numerics,
         "different": 0,
+        "worst_gap": worst_gap,
         "planned_error": 0.1,
         "simulated_error": 0.05,
     }
@@ -206,6 +212,7 @@ def test_targets_of_a_trained_draft_are_checked_with_one_and_skipped_without() -
         "real-chain": True,
         "real-planned": True,
         "real-simulated": True,
+        "real-best": True,
         "real-same": True,
     }
     without = by_id(novel.checks(CELLS, None))
@@ -213,6 +220,29 @@ def test_targets_of_a_trained_draft_are_checked_with_one_and_skipped_without() -
     assert set(with_draft) - set(without) == names
     assert set(novel.skipped(CELLS, has_draft=False)) == names
     assert set(novel.skipped(CELLS[:2], has_draft=True)) == {"real-rtt100"}
+
+
+def test_in_16_bits_every_token_is_held_to_the_bound_of_its_class_and_texts_may_differ() -> None:
+    gains = {"plain": 1.0, "tree": 3.2}
+    for numerics, worst_gap, is_ok in (("fp32", 0.02, False), ("bf16", 0.02, True), ("bf16", 0.3, False)):
+        found = by_id(copied.checks(cell(50, gains, numerics=numerics, worst_gap=worst_gap)))
+        assert found["copied-best"] is is_ok
+        assert ("copied-same" in found) is (numerics == "fp32")
+
+
+def test_a_token_that_is_not_the_best_one_is_found() -> None:
+    source = tiny_model("llama", num_hidden_layers=2, vocab_size=128)
+    target = DraftTarget.load(source, numerics=numerics_class("fp32"), device=torch.device("cpu"))
+    prompt = (5, 6, 7)
+    (recorded,) = record(target, [Job(0, prompt, 6)], batch_size=1, max_tokens=64)
+    answer = recorded.tokens_T[len(prompt) :].tolist()
+    good = teacher.gaps_of(target, [(prompt, answer), (prompt, answer)])
+    assert (good.num_other, good.num_tokens) == (0, len(answer)), "an answer that came twice counts once"
+    assert good.worst < teacher.BOUNDS["fp32"]
+    other = [*answer[:2], (answer[2] + 1) % 128, *answer[3:]]
+    bad = teacher.gaps_of(target, [(prompt, answer), (prompt, other)])
+    assert bad.num_other >= 1
+    assert bad.worst > teacher.BOUNDS["bf16"]
 
 
 def test_copied_text_has_labels_and_checks_of_its_own() -> None:
@@ -227,18 +257,30 @@ def test_groups_are_measured_drawn_and_told_apart(tmp_path: Path, monkeypatch: p
     head = tmp_path / "head"
     head.mkdir()
     (head / "config.json").write_text("{}")
-    given: list[Path | None] = []
+    given: list[tuple[Path | None, str]] = []
 
-    def run(quick: bool, draft: Path | None = None) -> tuple[list[Check], dict[str, Any]]:
-        given.append(draft)
+    def run(quick: bool, draft: Path | None = None, *, numerics: str = "fp32") -> tuple[list[Check], dict[str, Any]]:
+        given.append((draft, numerics))
         cells = [each.data for each in CELLS]
         return novel.checks(CELLS, None), {"cells": cells, "draft": "none", "skipped": {"real-rtt50": "not run"}}
 
     monkeypatch.setattr(novel, "run", run)
     told, picture = tmp_path / "told.json", tmp_path / "picture.svg"
-    line = ["--quick", "--only", "novel", "--draft", str(head), "--json", str(told), "--plot", str(picture)]
+    line = [
+        "--quick",
+        "--only",
+        "novel",
+        "--draft",
+        str(head),
+        "--json",
+        str(told),
+        "--plot",
+        str(picture),
+        "--numerics",
+        "bf16",
+    ]
     assert main(line) == 0
-    assert given == [head]
+    assert given == [(head, "bf16")]
     document = json.loads(told.read_text())
     assert document["data"]["skipped"] == {"real-rtt50": "not run"}
     assert "MEASURED: real drafts, new text" in picture.read_text()
