@@ -172,3 +172,10 @@ class ProtocolVersionMismatch(RemoteProtocolError):
     """A peer speaks another version of the protocol. Update the older of the two programs."""
 
     exit_code = 26
+
+
+class PeerRevoked(PeerError):
+    """You have revoked a peer while it served, and nobody else could take its place."""
+
+    exit_code = 27
+    retryable = True

@@ -506,6 +506,8 @@ class Cause(enum.StrEnum):
     """It and the stage before it are well, and cannot hand rows over."""
     DRAINING = "draining"
     """It is about to leave, and serves until then."""
+    REVOKED = "revoked"
+    """The user has withdrawn what it may hold."""
 
     @property
     def is_soft(self) -> bool:

@@ -23,6 +23,7 @@ class Rules:
         max_price: that a node may ask for a million positions in one layer; None: any.
         max_route_price: that all stages together may ask for a million positions; None: any.
         max_stages: of a route; None: any number.
+        revoked_peers: never those: the user has withdrawn what they held.
     """
 
     allow_peers: frozenset[PeerId] = frozenset()
@@ -38,11 +39,14 @@ class Rules:
     max_price: float | None = None
     max_route_price: float | None = None
     max_stages: int | None = None
+    revoked_peers: frozenset[PeerId] = frozenset()
 
     def rejects(self, candidate: Candidate) -> str | None:
         """Why a candidate may serve no stage, for people; None when it may. A group may when each member may."""
         if candidate.members:
             return next((why for member in candidate.members if (why := self.rejects(member))), None)
+        if candidate.peer in self.revoked_peers:
+            return "you have revoked this peer"
         if candidate.peer in self.deny_peers:
             return "you deny this peer"
         if self.allow_peers and candidate.peer not in self.allow_peers:

@@ -30,11 +30,11 @@ from fusion_node.client.answer_core import (
 from fusion_node.client.connection import SwarmConnection
 from fusion_node.client.groups_core import Groups, Said
 from fusion_node.client.session_core import Prefix
-from fusion_node.errors import FusionError, PeerError, PeerUnreachable
+from fusion_node.errors import FusionError, PeerError, PeerRevoked, PeerUnreachable
 from fusion_node.types import MonotonicS, PeerId, is_group, members_of
 from p2p.compression import Packed, Packing
 from p2p.identity import short
-from p2p.messages import FUSION_FEATURE, AnyMessage, StepResult, StepTaps, TensorMeta
+from p2p.messages import FUSION_FEATURE, AnyMessage, CloseSession, StepResult, StepTaps, TensorMeta
 from p2p.records import PlanMember, dialled_at
 
 CONNECT_S = 6.0
@@ -85,6 +85,10 @@ class Routes(Protocol):
 
     async def alternates(self, wants: WantsAlternates, present: tuple[Place, ...]) -> tuple[tuple[Place, ...], ...]:
         """For each stage what would take its place now."""
+        ...
+
+    def is_revoked(self, peer: PeerId) -> bool:
+        """Whether the user has revoked a node, or a member of a group."""
         ...
 
 
@@ -184,6 +188,19 @@ class AnswerShell:
         """The row that came last cannot be used; there will be another, or an error."""
         self.core.result_unfit(reason, now=self._now())
         self._pump()
+
+    # what the user withdraws
+
+    def revoke(self, peer: PeerId) -> None:
+        """Goes on without a node, or a member of a group, that is told to drop what it has of the answer."""
+        self._guard(lambda: self._revoke(peer))
+
+    def _revoke(self, peer: PeerId) -> None:
+        if any(peer in members_of(place.peer) for place in self.core.places) and self.core.session:
+            self._send_to(peer, CloseSession(self.core.session, self.core.epoch))
+        self._groups.lost(peer)
+        for each in (peer, *self._groups.groups_of(peer)):
+            self.core.revoke(each, PeerRevoked(each, f"you have revoked node {short(peer)}"), now=self._now())
 
     # what comes from outside
 
@@ -355,7 +372,10 @@ class AnswerShell:
                 log.debug("no link to an alternate", reason=str(error))
                 linked[place] = False
         if self.core.places == present:
-            kept = tuple(places if all(linked[place] for place in places) else () for places in found)
+            kept = tuple(
+                places if all(linked[place] and not self._routes.is_revoked(place.peer) for place in places) else ()
+                for places in found
+            )
             self.core.alternates(kept, now=self._now())
 
     async def _connect(self, place: Place) -> None:

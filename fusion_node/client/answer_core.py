@@ -210,7 +210,7 @@ class Repaired:
     Attributes:
         stage: the first place that was replaced, in the route before.
         peer: which was there.
-        cause: what was wrong, one word: lost, silent, stuck, refused, garbage, pair, draining.
+        cause: what was wrong, one word: lost, silent, stuck, refused, garbage, pair, draining, revoked.
         stall_s: how long nothing came out that was waited for, finding out included.
         replayed_positions: rows that were computed again, summed over stages.
         replayed_bytes: of them, what this user sent.
@@ -515,6 +515,25 @@ class AnswerCore:
         if self._session is not None:
             self._session.link_closed(peer, error, now=now)
         if self._next is not None and peer not in self._connecting and any(p.peer == peer for p in self._next.places):
+            self._connecting.add(peer)
+            self.unreachable(peer, error, now=now)
+        self._follow(now)
+
+    def revoke(self, peer: PeerId, error: PeerError, *, now: MonotonicS) -> None:
+        """The user has withdrawn what a node may hold: it goes on without it, as when it is lost.
+
+        Args:
+            error: what the answer ends with if nobody else can take its place.
+        """
+        if self._is_over:
+            return
+        self._connected.discard(peer)
+        self._alternates = tuple(
+            () if any(place.peer == peer for place in places) else places for places in self._alternates
+        )
+        if self._session is not None:
+            self._session.revoke(peer, error, now=now)
+        if self._next is not None and any(place.peer == peer for place in self._next.places):
             self._connecting.add(peer)
             self.unreachable(peer, error, now=now)
         self._follow(now)

@@ -40,6 +40,9 @@ LOOK_EVERY_S = 30.0
 """Between two looks at the swarm for alternates while an answer is under way: half of what a record is valid for. While
 a stage has none, there is a look whenever they are asked for."""
 
+MAX_FINDS = 4
+"""Of one route, where nodes of it are revoked while it is being planned."""
+
 log = structlog.get_logger(__name__)
 
 
@@ -185,6 +188,13 @@ class AnswerRoutes:
 
     async def find(self, wants: WantsRoute, present: tuple[Place, ...]) -> Found:
         """See Routes."""
+        for _ in range(MAX_FINDS):
+            found = await self._find(wants, present)
+            if not any(self.is_revoked(place.peer) for place in found.places):
+                return found
+        raise NoRoute("nodes were revoked while a route over them was planned: ask again")
+
+    async def _find(self, wants: WantsRoute, present: tuple[Place, ...]) -> Found:
         if wants.kind is RouteKind.PATCH:
             patched = await self._router.patch(
                 self._planned(present),
@@ -251,6 +261,10 @@ class AnswerRoutes:
         # Of a group, whom to replace shows only when one of its members fails: it is planned again then.
         groups = {index for index, place in enumerate(present) if place.stage.is_group}
         return tuple(() if i in groups else self._places(Planned(stages)) for i, stages in enumerate(found))
+
+    def is_revoked(self, peer: PeerId) -> bool:
+        """See Routes."""
+        return self._router.is_revoked(peer)
 
     def _places(self, planned: Planned) -> tuple[Place, ...]:
         places = []

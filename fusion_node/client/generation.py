@@ -32,7 +32,7 @@ class RepairReport:
         stage: its place in the route, from 0.
         peer: which node it was.
         cause: ``lost``, ``silent``, ``stuck``, ``refused``, ``garbage``, ``pair`` (it and the node before it could not
-            reach each other) or ``draining`` (it was about to leave).
+            reach each other), ``draining`` (it was about to leave) or ``revoked`` (by SwarmClient.revoke).
         stall_s: how long nothing came out that was waited for, finding out included.
         replayed_positions: that were computed again, once for each node that did.
         replayed_bytes: of them, what this user sent.

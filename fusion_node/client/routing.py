@@ -238,7 +238,28 @@ class Router:
         """Whether the nodes of an earlier answer are alive and have not refused lately."""
         now, links = time.monotonic(), self._connection.links
         peers = [each for peer, _ in planned.places for each in (peer, *members_of(peer))]
-        return all((is_group(peer) or links.is_connected(peer)) and self._avoid.get(peer, 0.0) < now for peer in peers)
+        return not self.has_revoked(planned) and all(
+            (is_group(peer) or links.is_connected(peer)) and self._avoid.get(peer, 0.0) < now for peer in peers
+        )
+
+    def revoke(self, peer: PeerId) -> None:
+        """No plan has that node any more, until ``allow_again``."""
+        self.rules = replace(self.rules, revoked=self.rules.revoked | {peer})
+        self._look_until = 0.0
+
+    def allow_again(self, peer: PeerId) -> None:
+        """Takes ``revoke`` back."""
+        self.rules = replace(self.rules, revoked=self.rules.revoked - {peer})
+        self._avoid.pop(peer, None)
+        self._look_until = 0.0
+
+    def is_revoked(self, peer: PeerId) -> bool:
+        """Whether the user has revoked a node, or a member of a group."""
+        return not self.rules.revoked.isdisjoint(members_of(peer))
+
+    def has_revoked(self, planned: Planned) -> bool:
+        """Whether a route has a node that was revoked since it was made."""
+        return any(self.is_revoked(peer) for peer, _ in planned.places)
 
     def note_failure(self, error: PeerError) -> None:
         """The next plans do without that node if they can, and look around anew."""

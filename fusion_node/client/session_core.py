@@ -688,6 +688,12 @@ class SessionCore:
             self._fault(self._peers.index(source), Cause.LOST, error)
             self._follow_watch(now)
 
+    def revoke(self, source: PeerId, error: PeerError, *, now: MonotonicS) -> None:
+        """The user has withdrawn what a stage may hold: nothing more goes there, and nothing from there counts."""
+        if source in self._peers and self.state is not SessionState.CLOSED:
+            self._fault(self._peers.index(source), Cause.REVOKED, error)
+            self._follow_watch(now)
+
     def get_timer(self) -> MonotonicS | None:
         """When handle_timer is due."""
         if self.state is SessionState.CLOSED:

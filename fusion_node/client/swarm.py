@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, aclosing, contextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -53,9 +53,9 @@ from fusion_node.engine.tensor_codec import RowsNotFinite, decode_rows, encode_r
 from fusion_node.errors import ConfigError, ContextTooLong, NoPeers, UnknownModel
 from fusion_node.store import ModelStore, StoredModel
 from fusion_node.types import LayerRange, MonotonicS, PeerId, UnixS, members_of
-from fusion_node.wire import WireError
+from fusion_node.wire import WireError, printable
 from p2p.bans import FILE_NAME as BAN_FILE_NAME
-from p2p.identity import Identity
+from p2p.identity import Identity, public_key_of, short
 from p2p.link_emulation_core import LineShape
 from p2p.messages import INT8, MAX_TAPS, SESSION_BYTES, CloseSession, TensorMeta, row_bytes
 from p2p.records import PROTOCOL_VERSION, Lease, Plan, PlanStage, Refusal, open_lease, sign_plan
@@ -201,6 +201,8 @@ class SwarmClient:
         self._drafts = None
         if self._modes is not None:
             self._drafts = Drafts(config.vocab_size, drafters, tap_layers=tap_layers, remembers=prefix_cache)
+        self._shells: set[AnswerShell] = set()
+        """Of answers under way."""
         self.max_context = max_positions(config)
         self._eos_ids = _eos_ids(self.model)
         self._router = Router(
@@ -305,6 +307,46 @@ class SwarmClient:
             topology=self.topology,
             dims=self._dims,
         )
+
+    @property
+    def revoked(self) -> frozenset[PeerId]:
+        """Whom ``revoke`` was called for, and not ``allow_again`` since."""
+        return self._router.rules.revoked
+
+    def revoke(self, peer: PeerId) -> None:
+        """Withdraws all that a node may hold of this client's answers, at once; to be called on the event loop.
+
+        What it has of those that are over and of those that are under way it is told to drop; those that are under way
+        go on with others in its place, and say the same. No route has it any more until ``allow_again``. Where nobody
+        can take its place, an answer ends with NoRoute or PeerRevoked, which names what is missing. Once more has no
+        effect. A node that nobody knows is left out of routes too.
+
+        Raises:
+            ConfigError: it is no peer id.
+        """
+        try:
+            public_key_of(peer)
+        except ValueError as error:
+            raise ConfigError(f"{printable(peer, limit=80)!r} is not a peer id") from error
+        if self._router.is_revoked(peer):
+            return
+        log.info("revoked", peer=short(peer))
+        self._router.revoke(peer)
+        if self._prefixes is not None:
+            ended = [
+                entry
+                for entry in self._prefixes.entries
+                if entry.ended_at is not None and any(peer in members_of(place) for place, _ in entry.stages)
+            ]
+            for entry in ended:
+                self._prefixes.forget(entry)
+            self._tell_unneeded(ended)
+        for shell in tuple(self._shells):
+            shell.revoke(peer)
+
+    def allow_again(self, peer: PeerId) -> None:
+        """Routes may have a node that was revoked. What it had is gone all the same."""
+        self._router.allow_again(peer)
 
     # inside
 
@@ -464,6 +506,16 @@ class SwarmClient:
             for member in members_of(peer)
         )
 
+    @asynccontextmanager
+    async def _under_way(self, shell: AnswerShell) -> AsyncIterator[None]:
+        """An answer that ``revoke`` has to tell."""
+        self._shells.add(shell)
+        try:
+            async with shell:
+                yield
+        finally:
+            self._shells.discard(shell)
+
     def _groups(self) -> Groups:
         return Groups(
             self._hidden_size,
@@ -507,7 +559,7 @@ class SwarmClient:
         )
         shell.retain = self._prefixes is not None
         try:
-            async with shell:
+            async with self._under_way(shell):
                 while (position := len(answer.all_ids)) < num_positions:
                     tensor, payload = await shell.next_row()
                     is_last = position == num_positions - 1
@@ -592,7 +644,7 @@ class SwarmClient:
         )
         shell.retain = self._prefixes is not None
         try:
-            async with shell:
+            async with self._under_way(shell):
                 for _ in range(num_positions - answer.num_prompt):
                     token = await shell.next_token()
                     answer.prefilled.set()

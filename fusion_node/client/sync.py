@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from fusion_node.client.sampling import SamplingParams
 from fusion_node.client.swarm import Generation, GenerationStats, SwarmClient
 from fusion_node.client.tokenizer import ChatMessage
+from fusion_node.types import PeerId
 
 T = TypeVar("T")
 
@@ -75,6 +76,10 @@ def _wait(work: Coroutine[Any, Any, T], loop: asyncio.AbstractEventLoop) -> T:
         raise
 
 
+async def _done(work: Callable[[PeerId], None], peer: PeerId) -> None:
+    work(peer)
+
+
 class SyncSwarmClient:
     """A user of one model in a swarm, for plain scripts.
 
@@ -118,6 +123,14 @@ class SyncSwarmClient:
     def chat(self, messages: Sequence[ChatMessage], params: SamplingParams | None = None) -> SyncGeneration:
         """See SwarmClient.chat."""
         return SyncGeneration(self._client.chat(messages, params), self._loop)
+
+    def revoke(self, peer: PeerId) -> None:
+        """See SwarmClient.revoke. May be called from another thread than the one that reads an answer."""
+        self._call(_done(self._client.revoke, peer))
+
+    def allow_again(self, peer: PeerId) -> None:
+        """See SwarmClient.allow_again."""
+        self._call(_done(self._client.allow_again, peer))
 
     @property
     def _client(self) -> SwarmClient:

@@ -15,6 +15,7 @@ from fusion_node.errors import ConfigError
 from fusion_node.slices import MAX_MEMBERS
 from fusion_node.types import PeerId
 from fusion_node.wire import printable
+from p2p.identity import short
 from scheduler.plans import Objective, Topology
 from scheduler.rules import Rules
 
@@ -50,6 +51,7 @@ class UserRules:
         distinct_operators: no operator has two stages. A node that names none counts as its own.
         max_price: that a node may ask; None: any.
         max_stages: of a route; None: any number.
+        revoked: never these, whatever is allowed: SwarmClient.revoke adds to them.
 
     Raises:
         ConfigError: when made of what makes no sense.
@@ -60,6 +62,7 @@ class UserRules:
     distinct_operators: bool = False
     max_price: float | None = None
     max_stages: int | None = None
+    revoked: frozenset[PeerId] = frozenset()
 
     def __post_init__(self) -> None:
         for name, selectors in (("allow", self.allow), ("deny", self.deny)):
@@ -95,6 +98,7 @@ class UserRules:
             one_shard_per_operator=self.distinct_operators,
             max_price=self.max_price,
             max_stages=self.max_stages,
+            revoked_peers=self.revoked,
         )
 
     def in_words(self) -> tuple[str, ...]:
@@ -107,6 +111,7 @@ class UserRules:
             words.append(f"price at most {self.max_price:g}")
         if self.max_stages is not None:
             words.append(f"at most {self.max_stages} stage{'s' if self.max_stages > 1 else ''}")
+        words += [f"{short(peer)} is revoked" for peer in sorted(self.revoked)]
         return tuple(words)
 
 

@@ -126,6 +126,9 @@ class OneNode:
     async def alternates(self, wants: WantsAlternates, present: tuple[Place, ...]) -> tuple[tuple[Place, ...], ...]:
         return ((),)
 
+    def is_revoked(self, peer: PeerId) -> bool:
+        return False
+
 
 def shell_with(node: OneNode) -> tuple[AnswerShell, Core]:
     def plan_of(session: bytes, epoch: int, stages: tuple[PlanStage, ...]) -> tuple[Plan, bytes]:

@@ -164,6 +164,9 @@ class Answering:
             found.append(() if patched is None else patched[index : index + 1])
         return tuple(found)
 
+    def is_revoked(self, peer: PeerId) -> bool:
+        return False
+
     def _patched(
         self, lost: Sequence[int], present: tuple[Place, ...], avoided: frozenset[PeerId]
     ) -> tuple[Place, ...] | None:
