@@ -20,6 +20,7 @@ import structlog
 
 from benchmarks.report import Check, finish, parser, report
 
+NO_DRAFT = "none"
 GROUPS = {name: f"benchmarks.speculation.{name}" for name in ("engine", "novel", "copied")}
 
 
@@ -31,7 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "full, engine takes about 5 minutes, novel 19 and copied 6, on a machine that does nothing else.",
     )
     options.add_argument("--only", nargs="+", choices=list(GROUPS), default=[], help="measure these")
-    options.add_argument("--draft", type=Path, metavar="DIR", help="trained draft head for the group novel")
+    options.add_argument(
+        "--draft",
+        type=Path,
+        metavar="DIR|none",
+        help="trained draft head for the group novel; if not given, the one that comes with the program",
+    )
     options.add_argument(
         "--numerics",
         choices=("fp32", "f16r32", "bf16"),
@@ -41,7 +47,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     options.add_argument("--plot", type=Path, metavar="SVG", help="draw tokens per second against the round trip")
     arguments = options.parse_args(argv)
-    if arguments.draft is not None and not (arguments.draft / "config.json").is_file():
+    if (
+        arguments.draft is not None
+        and arguments.draft != Path(NO_DRAFT)
+        and not (arguments.draft / "config.json").is_file()
+    ):
         options.error(f"there is no draft head in {arguments.draft}")
     document = report("speculation", quick=arguments.quick, run=lambda quick: _run(quick, arguments))
     status = finish(document, arguments)
@@ -61,13 +71,24 @@ def _run(quick: bool, arguments: argparse.Namespace) -> tuple[list[Check], dict[
         module = importlib.import_module(GROUPS[group])
         settings: dict[str, Any] = {} if group == "engine" else {"numerics": arguments.numerics}
         if group == "novel":
-            settings["draft"] = arguments.draft
+            settings["draft"] = _draft(arguments.draft)
         found, data[group] = module.run(quick, **settings)
         data["skipped"] |= data[group].get("skipped", {})
         checks += found
         if arguments.json is not None:  # an hour's work is not to be lost by what comes after it
             arguments.json.write_text(json.dumps({"data": data}, indent=2) + "\n")
     return checks, data
+
+
+def _draft(told: Path | None) -> Path | None:
+    """The head to measure; None: none."""
+    if told is not None:
+        return None if told == Path(NO_DRAFT) else told
+    from benchmarks.speculation.rig import MODEL
+    from fusion_node.engine.shipped_heads import shipped_head
+    from fusion_node.store import ModelStore
+
+    return shipped_head(ModelStore().pull(MODEL).model_id)
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def skipped(cells: Sequence[Cell], *, has_draft: bool) -> dict[str, str]:
     found: dict[str, str] = {}
     if not has_draft:
         names = (*(f"real-rtt{round_trip_ms}" for round_trip_ms in TARGETS), "real-acceptance")
-        found |= dict.fromkeys(names, "not run: about a trained draft, and no --draft was given")
+        found |= dict.fromkeys(names, "not run: about a trained draft, and there was none")
     there = {cell.round_trip_ms for cell in cells}
     for round_trip_ms in TARGETS:
         if has_draft and round_trip_ms not in there:

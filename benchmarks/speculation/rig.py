@@ -28,6 +28,7 @@ from fusion_node.cli.local_swarm import LocalSwarm, split_evenly
 from fusion_node.client.connection import SwarmConnection
 from fusion_node.client.drafting import Candidate, SharedNoise
 from fusion_node.client.speculation import AnswerDrafts, Drafts
+from fusion_node.client.swarm import NO_DRAFT
 from fusion_node.engine.drafts import Verified
 from fusion_node.errors import NoRoute
 from fusion_node.types import PeerId
@@ -265,7 +266,7 @@ async def swarm_of(
 
     Args:
         modes: of ``--speculate``, and "plain".
-        draft: folder of a draft head, for the modes that guess.
+        draft: folder of a draft head, for the modes that guess; None: none, not even the one that is shipped.
         remembers: whether a mode's answers learn from its earlier ones.
         numerics: class of nodes and users.
     """
@@ -298,7 +299,7 @@ async def swarm_of(
                     prefix_cache=remembers,
                     connection=connection,
                     speculation=mode if speculates else "off",
-                    draft_model=str(draft) if draft is not None and speculates else None,
+                    draft_model=str(draft) if draft is not None and speculates else NO_DRAFT,
                 )
             )
             await client.wait_loaded()  # one after the other: while heads are loaded, this process hardly answers

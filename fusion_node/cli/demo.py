@@ -39,6 +39,7 @@ from fusion_node.cli.pictures import slices as picture_of_slices
 from fusion_node.cli.talk import describe
 from fusion_node.client.overview import ModelView, SplitView, look_around
 from fusion_node.client.sampling import SamplingParams
+from fusion_node.client.swarm import NO_DRAFT
 from fusion_node.errors import ConfigError, LocalProtocolError
 from fusion_node.slices import ModelSlice
 from fusion_node.store import StoredModel
@@ -122,7 +123,7 @@ def demo(
     # Here it is part of the picture, not a warning in the middle of it.
     logging.getLogger("p2p.link_emulation").setLevel(logging.ERROR)
     mode = speculate or (Speculation.OFF if line is None else Speculation.AUTO)
-    if draft_model is not None and mode is Speculation.OFF:
+    if draft_model not in (None, NO_DRAFT) and mode is Speculation.OFF:
         raise ConfigError("a draft model is of no use without speculation: add --speculate auto")
     console = Console(stderr=as_json)
     model = pull_with_progress(MODEL, home=home)

@@ -97,9 +97,10 @@ DraftModelName = Annotated[
     str | None,
     typer.Option(
         "--draft-model",
-        metavar="MODEL|DIR",
+        metavar="MODEL|DIR|none",
         help="A small model in the store with the same tokenizer, or the folder of a draft head of the model, that "
-        "guesses on this machine.",
+        "guesses on this machine. If not given: the head that comes with the program, if it has one for the model; "
+        "with none, not that one either.",
     ),
 ]
 Allow = Annotated[

@@ -48,6 +48,7 @@ from fusion_node.engine.draft_head import DraftHead
 from fusion_node.engine.draft_head_files import CONFIG_FILE
 from fusion_node.engine.draft_model import DraftModel
 from fusion_node.engine.numerics import NumericsClass, numerics_class
+from fusion_node.engine.shipped_heads import shipped_head
 from fusion_node.engine.sliced_layer import fusion_dims
 from fusion_node.engine.tensor_codec import RowsNotFinite, decode_rows, encode_rows
 from fusion_node.errors import ConfigError, ContextTooLong, NoPeers, UnknownModel
@@ -68,6 +69,9 @@ PLAN_TTL_S = 3600.0
 
 SAVE_EVERY_S = 60.0
 """Between two answers after which what was measured of nodes is written: what a killed process has learned is lost."""
+
+NO_DRAFT = "none"
+"""As a draft model: not even the head that comes with the program."""
 
 T = TypeVar("T")
 
@@ -111,7 +115,8 @@ class SwarmClient:
         speculation: ``auto`` guesses ahead where that is faster, ``tree`` and ``chain`` only in that way, ``off``
             never. It does not change what an answer says.
         draft_model: name or id of a small model in the local store with the same tokenizer, that guesses as well; or
-            the folder of a draft head that was made for the model (docs/drafting.md).
+            the folder of a draft head that was made for the model (docs/drafting.md). None: the head that comes with
+            the program, if there is one for the model; ``"none"``: not that one either.
         drafters: what guesses, in the place of what needs no model.
         tap_layers: whose rows ``drafters`` read beside those that the last stage returns: n is the row after n layers.
         emulated_line: how slow a line to pretend on this side (p2p.link_emulation); nodes do so on theirs if told
@@ -154,11 +159,16 @@ class SwarmClient:
         if audit is not None and connection is not None:
             raise ConfigError("a connection that exists already cannot be recorded from its beginning")
         self._modes = modes_of(speculation)
-        if draft_model is not None and self._modes is None:
+        if draft_model is not None and draft_model != NO_DRAFT and self._modes is None:
             raise ConfigError("a draft model is of no use without speculation: leave one of the two out")
-        self._draft_source = None if draft_model is None else _draft_source(ModelStore(home), draft_model)
         self._priority = 1 if background else 0
         self.model = ModelStore(home).find(model)
+        self._draft_source: StoredModel | Path | None = None
+        if draft_model is None:
+            if self._modes is not None and drafters is None:
+                self._draft_source = shipped_head(self.model.model_id)
+        elif draft_model != NO_DRAFT:
+            self._draft_source = _draft_source(ModelStore(home), draft_model)
         self._numerics = numerics_class(numerics)
         self._wire = _wire_encoding(wire)
         self._wire_dtype = self._wire or self._numerics.wire_dtype

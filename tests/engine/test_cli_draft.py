@@ -15,6 +15,7 @@ from fusion_node.cli.main import app
 from fusion_node.client import swarm
 from fusion_node.client.drafters.suffix import SuffixDrafter
 from fusion_node.client.swarm import SwarmClient
+from fusion_node.engine import shipped_heads
 from fusion_node.engine.draft_training import Trainer
 from fusion_node.engine.drafts import Verified
 from fusion_node.engine.trained_head import TrainedHead
@@ -178,6 +179,30 @@ def test_client_guesses_with_the_head_in_a_folder(
     drafter.begin([5, 6])
     drafter.extend(Verified([7], rows_TD=np.ones((1, 48), dtype=np.float32)))
     assert len(drafter.propose([(), (9,)], 4)[1]) == 4
+
+
+def test_client_guesses_with_the_head_that_comes_with_the_program_unless_told_otherwise(
+    home: Path, trained: tuple[Path, dict[str, object], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def source(**told: Any) -> object:
+        client = SwarmClient("tiny", home=home, mdns=False, **told)
+        client._load()
+        num_without_model = 2
+        if client._drafts is not None and "drafters" not in told:
+            assert (len(client._drafts._makers) > num_without_model) is (client._draft_source is not None)
+        return client._draft_source
+
+    assert source(speculation="tree") is None, "the program brings none for this model"
+    monkeypatch.setattr(shipped_heads, "SHIPPED_HEADS", trained[0].parent)
+    assert source(speculation="tree") == trained[0]
+    assert source(speculation="tree", draft_model="none") is None
+    assert source(speculation="off") is None
+    assert source(speculation="off", draft_model="none") is None
+    assert source(speculation="tree", drafters=[lambda _: SuffixDrafter(None)]) is None
+    config = TrainedHead.load(trained[0]).config
+    TrainedHead(msgspec.structs.replace(config, target_model_id="ab" * 32)).save(trained[0].parent / "other" / "head")
+    monkeypatch.setattr(shipped_heads, "SHIPPED_HEADS", trained[0].parent / "other")
+    assert source(speculation="tree") is None
 
 
 def test_client_asks_for_the_layers_that_its_own_drafters_read(home: Path) -> None:
