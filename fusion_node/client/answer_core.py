@@ -66,9 +66,9 @@ ROUTE_PATIENCE_S = 8.0
 """How long layers may stay uncovered before that is an error: nodes that start together announce one by one."""
 
 ROUTE_RETRY_S = 0.5
-SOFT_RETRY_S = 2.0
+SOFT_RETRY_S, MAX_SOFT_RETRY_S = 2.0, 8.0
 """Until another node is looked for again, in place of one that is silent or about to leave, and that nobody can replace
-now."""
+now; twice as long each time, up to a quarter of the time for which a node serves on that is about to leave."""
 
 ALTERNATES_EVERY_S = 10.0
 
@@ -359,6 +359,7 @@ class AnswerCore:
         self._alternates: tuple[tuple[Place, ...], ...] = ()
         self._alternates_at: MonotonicS | None = None
         self._retry_at: MonotonicS | None = None
+        self._soft_retry_s = SOFT_RETRY_S
         self._repair: _Repair | None = None
         self._is_over = False
         self._outbox: list[tuple[PeerId, AnyMessage]] = []
@@ -430,7 +431,8 @@ class AnswerCore:
             self._doubted.clear()
             self._look(now)
         elif self.is_open:
-            self._retry_at = MonotonicS(now + SOFT_RETRY_S)
+            self._retry_at = MonotonicS(now + self._soft_retry_s)
+            self._soft_retry_s = min(2 * self._soft_retry_s, MAX_SOFT_RETRY_S)
         elif self._may_go_on_with_the_same():
             self._choose(_Next(RouteKind.PATCH, self.places), now)
         else:
@@ -882,6 +884,7 @@ class AnswerCore:
 
     def _found_fault(self, fault: Fault, now: MonotonicS) -> None:
         self._faults[fault.stage] = fault
+        self._soft_retry_s = SOFT_RETRY_S
         self._last_error = fault.error
         if fault.cause is Cause.PAIR and fault.accuser is not None:
             self._pair_failed(fault, fault.accuser, now)

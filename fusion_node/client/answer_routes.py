@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -12,6 +12,7 @@ import structlog
 
 from fusion_node.client.answer import Found
 from fusion_node.client.answer_core import (
+    ALTERNATES_EVERY_S,
     AnswerCore,
     AnswerEvent,
     Opened,
@@ -31,14 +32,18 @@ from fusion_node.client.routing import Planned, Router
 from fusion_node.client.sampling import SamplingParams
 from fusion_node.client.session_core import Prefix
 from fusion_node.errors import NoRoute
-from fusion_node.types import MonotonicS, PeerId
+from fusion_node.types import LayerRange, MonotonicS, PeerId
 from p2p.identity import short
 from p2p.messages import StageTiming
 from p2p.records import PlanMember, PlanStage
 
 LOOK_EVERY_S = 30.0
-"""Between two looks at the swarm for alternates while an answer is under way: half of what a record is valid for. While
-a stage has none, there is a look whenever they are asked for."""
+"""Between two looks at the swarm for alternates while an answer is under way: half of what a record is valid for. Once
+a stage has none, there is a look when they are asked for next."""
+
+MAX_LOOK_EVERY_S = 320.0
+"""While a stage has none and looks find none, each is twice as long after the last, up to this: whoever comes tells of
+itself, and where a stage is lost there is a look at once."""
 
 MAX_FINDS = 4
 """Of one route, where nodes of it are revoked while it is being planned."""
@@ -110,7 +115,9 @@ class AnswerRoutes:
         num_positions: int,
         *,
         num_reserved: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._router = router
         self._prefixes = prefixes
         self._work = work
@@ -121,8 +128,10 @@ class AnswerRoutes:
         self._known: Answer | None = None
         """Whose beginning was asked for."""
         self._was_known_tried = False
-        self._looked_at = time.monotonic()
-        self._has_all_alternates = True
+        self._looked_at = self._clock()
+        self._look_every_s = LOOK_EVERY_S
+        self._lacking: frozenset[tuple[PeerId, LayerRange]] = frozenset()
+        """Stages without an alternate when they were looked for last."""
 
     def note(self, core: AnswerCore, event: AnswerEvent) -> None:
         """What others want to know of an answer on its way."""
@@ -244,8 +253,9 @@ class AnswerRoutes:
 
     async def alternates(self, wants: WantsAlternates, present: tuple[Place, ...]) -> tuple[tuple[Place, ...], ...]:
         """See Routes."""
-        if not self._has_all_alternates or time.monotonic() - self._looked_at >= LOOK_EVERY_S:
-            self._looked_at = time.monotonic()
+        has_looked = self._clock() - self._looked_at >= self._look_every_s
+        if has_looked:
+            self._looked_at = self._clock()
             await self._router.refresh()
         else:
             await self._router.take_news()
@@ -257,7 +267,10 @@ class AnswerRoutes:
             avoid_peers=wants.avoid_peers,
             avoid_pairs=wants.avoid_pairs,
         )
-        self._has_all_alternates = all(found)
+        self._note_lacking(
+            frozenset((place.peer, place.layers) for place, each in zip(present, found, strict=True) if not each),
+            has_looked=has_looked,
+        )
         # Of a group, whom to replace shows only when one of its members fails: it is planned again then.
         groups = {index for index, place in enumerate(present) if place.stage.is_group}
         return tuple(() if i in groups else self._places(Planned(stages)) for i, stages in enumerate(found))
@@ -265,6 +278,16 @@ class AnswerRoutes:
     def is_revoked(self, peer: PeerId) -> bool:
         """See Routes."""
         return self._router.is_revoked(peer)
+
+    def _note_lacking(self, lacking: frozenset[tuple[PeerId, LayerRange]], *, has_looked: bool) -> None:
+        """When to look next."""
+        if not lacking:
+            self._look_every_s = LOOK_EVERY_S
+        elif not lacking <= self._lacking:
+            self._look_every_s = 0.0
+        elif has_looked:
+            self._look_every_s = min(max(2 * self._look_every_s, ALTERNATES_EVERY_S), MAX_LOOK_EVERY_S)
+        self._lacking = lacking
 
     def _places(self, planned: Planned) -> tuple[Place, ...]:
         places = []

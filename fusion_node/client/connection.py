@@ -22,6 +22,7 @@ import structlog
 
 import fusion_node
 from fusion_node.client.topology import LOCATE_PASSES, choose_to_measure, coordinate_of
+from fusion_node.client.undialled_core import Undialled
 from fusion_node.errors import (
     ConfigError,
     FusionError,
@@ -32,7 +33,7 @@ from fusion_node.errors import (
     RemoteProtocolError,
     ResourceExhausted,
 )
-from fusion_node.types import ModelId, PeerId, UnixS, group_id
+from fusion_node.types import ModelId, MonotonicS, PeerId, UnixS, group_id
 from p2p.audit_log import AuditLog
 from p2p.bandwidth import BandwidthMeter
 from p2p.compression import FEATURE, Compressor
@@ -79,7 +80,7 @@ LAN_TIMEOUT_S = 6.0
 """Without an address, nodes on the local network answer in a second or two, or are not there."""
 DIALLED_BACK_S = 2.0
 """How long a node may take to be dialled back by us and to say so: 0.3 s on one network, 1.2 s with eight programs
-waiting for each core. It may also never be, and then this is lost once."""
+waiting for each core. It may also never be, and then this is lost now and then (fusion_node.client.undialled_core)."""
 
 MEASURE_TIMEOUT_S = 6.0
 ASSIGN_TIMEOUT_S = 15.0
@@ -237,7 +238,7 @@ class SwarmConnection:
         self._dialled_back_s = dialled_back_s
         self._vivaldi = Vivaldi(secrets.SystemRandom())
         self._is_located = False
-        self._waited_for: set[str] = set()
+        self._undialled = Undialled()
         self._measuring: set[asyncio.Task[MeasuredNode]] = set()
 
     async def __aenter__(self) -> Self:
@@ -285,16 +286,17 @@ class SwarmConnection:
         self._gate.refresh()
         await self._discovery.wait_for_peer(ENTER_TIMEOUT_S if self._peers or self._has_book else LAN_TIMEOUT_S)
         records = await self._discovery.find(model_id, timeout_s=timeout_s)
-        new = {record.peer for record in records if not dialled_at(record)}
-        if not new - self._waited_for:
+        wanted = self._undialled.wanted(records, model_id, now=MonotonicS(time.monotonic()))
+        if not wanted:
             return records
         # Nodes that had nobody to dial them back before this process came: it is doing so just now.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._dialled_back_s):
-                while any(not dialled_at(record) for record in self._live(new)):  # noqa: ASYNC110 - pushed by peers
+                while self._without_address(wanted):  # noqa: ASYNC110 - pushed by peers
                     await asyncio.sleep(0.05)
-        self._waited_for |= new
-        return [*(record for record in records if record.peer not in new), *self._live(new)]
+        self._undialled.waited(wanted, self._without_address(wanted), now=MonotonicS(time.monotonic()))
+        without = {record.peer for record in records if not dialled_at(record)}
+        return [*(record for record in records if record.peer not in without), *self._live(without)]
 
     @property
     def coordinate(self) -> Coordinate | None:
@@ -309,6 +311,9 @@ class SwarmConnection:
         """The nodes among these that still serve, as they are known now."""
         live = self._discovery.table.live(now=UnixS(time.time()))
         return [each for each in live if each.peer in peers and each.shards]
+
+    def _without_address(self, peers: Collection[str]) -> list[str]:
+        return [each.peer for each in self._live(peers) if not dialled_at(each)]
 
     def known(self, model_id: ModelId) -> list[NodeRecord]:
         """Records of the nodes that serve a model, as far as they came by themselves or were found before."""

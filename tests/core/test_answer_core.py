@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -823,6 +824,21 @@ def test_nodes_that_refuse_from_the_beginning_are_each_tried_and_told_of() -> No
     assert isinstance(user.error, PeerRefused)
     assert user.error.peer == nodes[1].peer
     assert user.num_sessions == MAX_OPEN_ATTEMPTS
+
+
+def test_for_another_in_place_of_a_node_that_leaves_there_are_ever_fewer_looks() -> None:
+    world = World(0)
+    nodes = [world.node(0, 3), world.node(3, 6)]
+    user = world.answer(PROMPT, NUM_TOKENS)
+    user.choose_s = 3.0
+    at_token(user, 2, lambda: drain(world, nodes[1]))
+    world.run(stop=lambda: len(user.tokens) == 2)
+    began, looks = world.now, []
+    user.on_event = lambda event: looks.append(world.now - began) if isinstance(event, WantsRoute) else None
+    world.run(stop=lambda: world.now - began > 25.0)
+    assert len(user.tokens) > 8, "it is served on"
+    pauses = [later - earlier for earlier, later in itertools.pairwise(looks)]
+    assert pauses == pytest.approx([2.0, 4.0, 8.0, 8.0], abs=0.5)
 
 
 def test_error_of_our_own_ends_the_answer_as_it_is_and_nobody_is_avoided() -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from fusion_node.client.answer_core import RouteKind, WantsAlternates, WantsRoute
+from fusion_node.client.answer_core import ALTERNATES_EVERY_S, RouteKind, WantsAlternates, WantsRoute
 from fusion_node.client.answer_routes import Answer, AnswerRoutes, Work
 from fusion_node.client.connection import MeasuredNode
 from fusion_node.client.generation import GenerationStats
@@ -31,6 +31,8 @@ class Swarm:
     asked: list[tuple[int, bool]] = field(default_factory=list)
     found: tuple[tuple[Placed, ...], ...] = ()
     """The alternates."""
+    stages: tuple[Placed, ...] = ()
+    """The route."""
     num_looks: int = 0
     num_news: int = 0
 
@@ -48,7 +50,10 @@ class Swarm:
             self.on_wait(self)
         if num_positions > self.room:
             raise NoRoute("no node has room")
-        return Planned()
+        return Planned(self.stages)
+
+    def is_revoked(self, peer: PeerId) -> bool:
+        return False
 
     async def refresh(self) -> None:
         self.num_looks += 1
@@ -61,9 +66,16 @@ class Swarm:
         return self.found
 
 
-def routes_of(swarm: Swarm, num_reserved: int = NUM_RESERVED) -> AnswerRoutes:
+def _record(peer: str) -> NodeRecord:
+    now = time.time()
+    return NodeRecord(PROTOCOL_VERSION, peer, 1, now, now + 60.0, (f"{peer}:1",), (), "cpu", 0, (), 0, "test")
+
+
+def routes_of(
+    swarm: Swarm, num_reserved: int = NUM_RESERVED, clock: Callable[[], float] = time.monotonic
+) -> AnswerRoutes:
     work = Work(Answer(ids=[1, 2], all_ids=[1, 2], num_prompt=2), SamplingParams(), GenerationStats())
-    return AnswerRoutes(swarm, None, work, NUM_POSITIONS, num_reserved=num_reserved)  # type: ignore[arg-type]
+    return AnswerRoutes(swarm, None, work, NUM_POSITIONS, num_reserved=num_reserved, clock=clock)  # type: ignore[arg-type]
 
 
 async def test_room_for_guesses_is_reserved_where_there_is_some() -> None:
@@ -103,18 +115,47 @@ async def test_without_room_for_the_answer_itself_there_is_no_route_and_it_was_a
     assert len(swarm.asked) == (1 if num_reserved == NUM_POSITIONS else 2)
 
 
-async def test_while_a_stage_has_no_alternate_the_swarm_is_looked_at_whenever_they_are_asked_for() -> None:
-    wants = WantsAlternates(frozenset(), frozenset())
-    now = time.time()
-    record = NodeRecord(PROTOCOL_VERSION, "spare", 1, now, now + 60.0, ("spare:1",), (), "cpu", 0, (), 0, "test")
-    spare = ((MeasuredNode(record, 0.001), LayerRange(0, 12)),)
-    swarm = Swarm(found=(spare, ()))
+ALTERNATES = WantsAlternates(frozenset(), frozenset())
+ROUTE = tuple(
+    (MeasuredNode(_record(peer), 0.001), LayerRange(start, stop)) for peer, start, stop in (("a", 0, 12), ("b", 12, 30))
+)
+
+
+async def test_when_a_stage_has_no_alternate_the_swarm_is_looked_at_as_soon_as_they_are_asked_for_again() -> None:
+    spare = ((MeasuredNode(_record("spare"), 0.001), LayerRange(0, 12)),)
+    swarm = Swarm(found=(spare, ()), stages=ROUTE)
     routes = routes_of(swarm)
-    assert [len(places) for places in await routes.alternates(wants, ())] == [1, 0]
+    present = (await routes.find(WHOLE, ())).places
+    assert [len(places) for places in await routes.alternates(ALTERNATES, present)] == [1, 0]
     assert (swarm.num_looks, swarm.num_news) == (0, 1), "the route was looked for a moment ago"
-    await routes.alternates(wants, ())
+    await routes.alternates(ALTERNATES, present)
     assert (swarm.num_looks, swarm.num_news) == (1, 1)
     swarm.found = (spare, spare)
-    await routes.alternates(wants, ())
-    await routes.alternates(wants, ())
-    assert (swarm.num_looks, swarm.num_news) == (2, 2)
+    await routes.alternates(ALTERNATES, present)
+    await routes.alternates(ALTERNATES, present)
+    assert (swarm.num_looks, swarm.num_news) == (1, 3)
+
+
+async def test_for_an_alternate_that_there_never_is_the_swarm_is_looked_at_less_and_less() -> None:
+    swarm, now = Swarm(found=((), ()), stages=ROUTE), [1000.0]
+    routes = routes_of(swarm, clock=lambda: now[0])
+    present = (await routes.find(WHOLE, ())).places
+    looked_at: list[int] = []
+    for number in range(360):
+        num_before = swarm.num_looks
+        await routes.alternates(ALTERNATES, present)
+        if swarm.num_looks > num_before:
+            looked_at.append(number)
+        now[0] += ALTERNATES_EVERY_S
+    assert looked_at[:5] == [1, 2, 4, 8, 16]
+    assert len(looked_at) <= 16, "of an hour, in which there were 360"
+    assert swarm.num_news + swarm.num_looks == 360, "who tells of itself is taken at once"
+    # Once there was one, the next that is missing is looked for as the first.
+    spare = ((MeasuredNode(_record("spare"), 0.001), LayerRange(0, 12)),)
+    swarm.found = (spare, spare)
+    await routes.alternates(ALTERNATES, present)
+    swarm.found, num_before = ((), spare), swarm.num_looks
+    for _ in range(3):
+        now[0] += ALTERNATES_EVERY_S
+        await routes.alternates(ALTERNATES, present)
+    assert swarm.num_looks - num_before >= 2

@@ -218,7 +218,7 @@ async def test_answer_keeps_no_alternates_of_groups_because_any_member_may_fail(
     assert [place.peer for place in present] == [ids(head), tail[0].peer]
     found = await routes.alternates(WantsAlternates(frozenset(), frozenset()), present)
     assert [[place.peer for place in each] for each in found] == [[], [tail[1].peer]]
-    assert routes._has_all_alternates
+    assert not routes._lacking
 
 
 async def test_plan_shows_what_each_member_holds_and_why_it_serves(swarm: Swarm) -> None:
