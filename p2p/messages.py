@@ -266,11 +266,32 @@ class SessionQuery(Message, frozen=True, array_like=True, tag="session?"):
     stage: StageIndex
 
 
+class Standing(msgspec.Struct, frozen=True, array_like=True):
+    """How far a member of a group is with the first rows that it has not computed, by its own word.
+
+    ``node`` is the first one of the unit, and ``num_sent`` the number of exchanges, from the first one of the stage's
+    first layer, to which it has sent what it contributes. ``missing`` are the members for whom it has waited
+    ``waited_ms``; nobody, while it computes. Without ``has_rows`` nothing is there to be computed, and ``node`` is the
+    one with which the next unit would begin.
+    """
+
+    node: U32
+    num_sent: Annotated[int, msgspec.Meta(ge=0, le=2**16 - 1)]
+    missing: Annotated[tuple[MemberIndex, ...], msgspec.Meta(max_length=MAX_MEMBERS)] = ()
+    waited_ms: U32 = 0
+    has_rows: bool = True
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """To be compared with those of other members: who is behind has the lesser one."""
+        return self.node, self.num_sent
+
+
 class SessionProgress(Message, frozen=True, array_like=True, tag="progress"):
     """Stage to user: entries below ``next_sequence`` have come, and those below ``num_done`` were computed; the lease
     ends in ``lease_s``. ``wait_s`` is what a step has to wait for the device by this node's estimate.
 
-    ``epoch`` is the one that the stage is in, whichever was asked for.
+    ``epoch`` is the one that the stage is in, whichever was asked for. ``standing`` is of a member of a group.
     """
 
     session: SessionBytes
@@ -281,6 +302,7 @@ class SessionProgress(Message, frozen=True, array_like=True, tag="progress"):
     lease_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
     wait_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
     lease: LeaseBytes = b""
+    standing: Standing | None = None
 
 
 class SessionDraining(Message, frozen=True, array_like=True, tag="drain"):
@@ -446,6 +468,7 @@ class SessionFailed(Message, frozen=True, array_like=True, tag="failed"):
     """Stage to user: this session cannot go on here. ``culprit`` is a peer id when another peer is the cause.
 
     With ``is_kept`` its KV is kept for some time, for a plan of a higher epoch to resume it; else it is over here.
+    ``standing`` is of a member of a group that has waited for others.
     """
 
     session: SessionBytes
@@ -455,6 +478,7 @@ class SessionFailed(Message, frozen=True, array_like=True, tag="failed"):
     reason: Reason
     culprit: Annotated[str, msgspec.Meta(max_length=64)]
     is_kept: bool = False
+    standing: Standing | None = None
 
 
 RETAIN_S = 600.0

@@ -219,6 +219,12 @@ class AnswerShell:
             self._send_to(member, answer)
         return said
 
+    def _expire_groups(self) -> None:
+        found: list[Said] = []
+        self._guard(lambda: found.extend(self._groups.handle_timer(now=self._now())))
+        for said in found:
+            self._take(said.source, said.message, said.payload)
+
     def _take(self, peer: PeerId, message: AnyMessage, payload: memoryview) -> None:
         """What a stage says."""
         if isinstance(message, StepTaps):
@@ -239,7 +245,12 @@ class AnswerShell:
             self.core.link_closed(each, error, now=self._now())
 
     def _on_timer(self) -> None:
-        self._guard(lambda: self.core.handle_timer(now=self._now()))
+        self._expire_groups()
+        due = self.core.get_timer()
+        if due is not None and due <= self._now():
+            self._guard(lambda: self.core.handle_timer(now=self._now()))
+        else:
+            self._guard(lambda: None)
 
     def _guard(self, work: Callable[[], None]) -> None:
         """Hands something from elsewhere to the core. An error of ours is this answer's end, and not its caller's:
@@ -281,7 +292,7 @@ class AnswerShell:
             self._is_pumping = False
         if self._timer is not None:
             self._timer.cancel()
-        due = self.core.get_timer()
+        due = min((at for at in (self.core.get_timer(), self._groups.get_timer()) if at is not None), default=None)
         # The event loop's clock is the monotonic one that the core is handed.
         self._timer = None if due is None else self._loop.call_at(due, self._on_timer)
 
@@ -305,7 +316,8 @@ class AnswerShell:
                 return (event,)
 
     def _at_fault(self, peers: Iterable[PeerId]) -> frozenset[PeerId]:
-        return frozenset(each for peer in peers for each in self._groups.at_fault(peer, now=self._now()))
+        found = frozenset(each for peer in peers for each in self._groups.at_fault(peer, now=self._now()))
+        return found | self._groups.convicted
 
     def _follow(self, event: AnswerEvent) -> None:
         match event:

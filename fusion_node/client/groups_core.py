@@ -7,18 +7,21 @@ out as one message of the group when all of them have said the same, or as its f
 
 Guarantees: whatever the order in which members' messages come, the session is told the same. Of a member that lies,
 differs from the others, breaks off or is lost, the group fails, and ``at_fault`` names the member; of one that keeps
-silent nothing is told, so that the session's own timers run, and ``at_fault`` names it when they have. Nothing that was
-not asked for is kept, but MAX_UNASKED results where steps come from other nodes, which may have asked.
+silent nothing is told, so that the session's own timers run, and ``at_fault`` names it when they have. A member that
+waits for others too long is asked about nobody: all are asked how far they are, and fusion_node.client.suspicion_core
+says from that who holds them up, or of whom nobody can know. Nothing that was not asked for is kept, but MAX_UNASKED
+results where steps come from other nodes, which may have asked.
 
 Assumes: ``begin`` is called with every plan before its messages are handed to ``outgoing``; who sent a message is
 proven; what one member sends comes in order. Payloads are plain encodings of numbers (the plan's ``wire`` is empty).
 
 States of a group: opening (answers to ``open`` are gathered; once again where members have different parts of the
-session, which then begins empty), open, failed (until the next plan only more guilt is noted). No timers.
+session, which then begins empty), open, failed (until the next plan only more guilt is noted). Timer: INQUIRY_S from
+when a member has waited too long, in which the others say how far they are; seconds of the monotonic clock.
 
-Source: docs/protocol-data-plane.md, "Groups". Still ugly: of a group in which all answer and nothing moves, nobody can
-be told from outside to be the one that holds up the others, unless it has computed less; then other groups are tried,
-at last without those that were in several which failed like that.
+Source: docs/protocol-data-plane.md, "Groups". Still ugly: of a group in which all answer and nothing moves, and none
+says how far it is, whoever has computed less is taken for who holds up the others; then other groups are tried, at last
+without those that were in several which failed like that.
 
 Above 600 lines: opening, questions, results and guilt of a group are about the same members at the same time.
 """
@@ -33,6 +36,7 @@ from typing import TypeAlias, TypeVar
 import msgspec
 import numpy as np
 
+from fusion_node.client.suspicion_core import Contradictions, judge
 from fusion_node.errors import LocalProtocolError, PeerError
 from fusion_node.slices import split_columns
 from fusion_node.types import MonotonicS, PeerId, is_group, members_of
@@ -56,6 +60,7 @@ from p2p.messages import (
     SessionQuery,
     SessionRefused,
     StageTiming,
+    Standing,
     Step,
     StepResult,
     StepTaps,
@@ -75,11 +80,17 @@ MAX_QUESTIONS = 64
 MAX_KNOWN = 256
 """Groups and blame that are remembered: an answer is repaired some times, and alternates are looked for as long."""
 
+INQUIRY_S = 2.0
+"""So long the members of a group of which one has waited too long have to say how far they are: several round trips."""
+
 SILENT_S = 0.4
 """A question that has not been answered for so long speaks against who did not. After MIN_PROBE_S (0.5 s, of
 scheduler.repair_core) a stage counts as silent; timers of a busy machine differ by less than the rest."""
 
-OF_NOBODY = frozenset({"late-partials", "late-parts", "overflow"})
+LATE_PARTIALS = "late-partials"
+"""Code with which a member says that it has waited for others too long."""
+
+OF_NOBODY = frozenset({LATE_PARTIALS, "late-parts", "overflow"})
 """Codes with which a member that is not at fault says that it knows of nobody who is."""
 
 MAX_PARTNERS = 2
@@ -115,25 +126,48 @@ class _Part:
     payload: memoryview = field(repr=False)
 
 
+@dataclass(frozen=True, slots=True)
+class _Question:
+    """Attributes:
+    is_ours: the session has not asked.
+    """
+
+    asked_at: MonotonicS
+    is_ours: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Inquiry:
+    """Why a group goes on no more, which its session is told when all members have said how far they are, or at
+    ``until``."""
+
+    message: SessionFailed
+    until: MonotonicS
+
+
 @dataclass(slots=True)
 class _Member:
     """What is known of one member under the present plan.
 
     Attributes:
         columns: of the hidden state that it holds.
-        questions: when those were asked that it has not answered yet.
-        answers: to questions that others have not answered yet.
+        questions: those that it has not answered yet.
+        answers: to questions of the session that others have not answered yet.
         last_result: epoch and sequence of the last that it sent.
+        standing: how far it was when it last said so.
+        is_heard: it has said so since the inquiry into its group began.
     """
 
     peer: PeerId
     columns: range
     opened: SessionOpened | None = None
-    questions: deque[MonotonicS] = field(default_factory=lambda: deque(maxlen=MAX_QUESTIONS))
+    questions: deque[_Question] = field(default_factory=lambda: deque(maxlen=MAX_QUESTIONS))
     answers: deque[SessionProgress] = field(default_factory=deque)
     replayed: Replayed | None = None
     last_result: tuple[int, int] = (-1, -1)
     num_done: int = -1
+    standing: Standing | None = None
+    is_heard: bool = False
 
 
 class _Group:
@@ -156,6 +190,11 @@ class _Group:
         self.leaving: dict[PeerId, None] = {}
         self.suspects: dict[PeerId, None] = {}
         """Of a fault between two stages, who has accused the other, or was accused."""
+        self.inquiry: _Inquiry | None = None
+        self.accusations: dict[frozenset[PeerId], None] = {}
+        """Who waits for whom, by the word of members that do not say how far they are."""
+        self.is_unsure = False
+        """Of those that ``at_fault`` has named last, nobody knows who it is."""
 
     def index(self, peer: PeerId) -> int:
         return next(k for k, member in enumerate(self.members) if member.peer == peer)
@@ -191,6 +230,9 @@ class Groups:
         """By member, whom of its groups it has accused, in the whole answer."""
         self._unsure: dict[PeerId, set[PeerId]] = {}
         """By member, its groups that have failed without anybody having been found guilty for sure."""
+        self._contradictions = Contradictions()
+        """Of the whole answer."""
+        self._asking: list[tuple[PeerId, AnyMessage]] = []
 
     @property
     def are_used(self) -> bool:
@@ -253,7 +295,7 @@ class Groups:
             group.open = message
         if group is not None and isinstance(message, SessionQuery):
             for member in group.members:
-                member.questions.append(now)
+                member.questions.append(_Question(now))
         return [
             (member, _to_member(message, index) if isinstance(message, OpenSession) else message)
             for index, member in enumerate(members_of(peer))
@@ -294,14 +336,18 @@ class Groups:
             return []
         index = group.index(source)
         if group.has_failed:
-            if isinstance(message, SessionFailed) and epoch == plan.epoch and not _is_of_nobody(message):
-                self._note_failure(group, source, PeerId(message.culprit))
+            if isinstance(message, SessionFailed) and epoch == plan.epoch:
+                if _is_late(message):
+                    self._note_standing(group, index, message)
+                elif not _is_of_nobody(message):
+                    self._note_failure(group, source, PeerId(message.culprit))
             return []
         match message:
             case StepResult():
                 return self._receive_result(group, index, message, payload)
             case SessionProgress():
-                return self._receive_progress(group, index, message)
+                # One of an earlier plan answers a question of that plan, and none of those that are open.
+                return self._receive_progress(group, index, message) if epoch == plan.epoch else []
             case SessionDraining() if epoch == plan.epoch:
                 group.leaving[source] = None
                 reason = self._reason(source, message.reason)
@@ -318,14 +364,29 @@ class Groups:
                 return self._fail(group, index, f"speaks for another stage in its {type(message).__name__}")
             case SessionRefused():
                 return self._receive_refused(group, source, message)
+            case SessionFailed() if _is_late(message):
+                return self._receive_late(group, index, message, now)
             case SessionFailed():
                 return self._receive_failed(group, index, message)
             case _:
                 return []
 
+    def get_timer(self) -> MonotonicS | None:
+        """When handle_timer is due."""
+        return min((each.inquiry.until for each in self._by_id.values() if each.inquiry is not None), default=None)
+
+    def handle_timer(self, *, now: MonotonicS) -> list[Said]:
+        """What the session is to be told now. May be called early without effect."""
+        return [
+            said
+            for group in self._by_id.values()
+            if group.inquiry is not None and group.inquiry.until <= now
+            for said in self._concluded(group)
+        ]
+
     def outbox(self) -> list[tuple[PeerId, AnyMessage]]:
         """What this core itself has to say to members, drained."""
-        found: list[tuple[PeerId, AnyMessage]] = []
+        found, self._asking = self._asking, []
         for group in self._by_id.values():
             if group.is_anew and not group.is_open and group.open is not None:
                 opening, group.open = group.open, None
@@ -353,7 +414,8 @@ class Groups:
         group = self._by_id.get(peer)
         found = self._remembered.get(peer, frozenset())
         if group is not None:
-            found |= self._blamed(group, now) | self._doubted(group, now)
+            found |= self._blamed(group, now)
+            found |= self._doubted(group, now)
         if not found:
             return frozenset((peer,))
         self._remember(peer, found)
@@ -364,7 +426,14 @@ class Groups:
         culprits = self.at_fault(PeerId(error.peer), now=now)
         if culprits == {error.peer}:
             return [error]
-        return [_about(error, culprit) for culprit in sorted(culprits)]
+        group = self._by_id.get(PeerId(error.peer))
+        is_unsure = len(culprits) > 1 and group is not None and group.is_unsure
+        return [_about(error, culprit, culprits if is_unsure else ()) for culprit in sorted(culprits)]
+
+    @property
+    def convicted(self) -> frozenset[PeerId]:
+        """Who has contradicted so many different members, in the whole answer, that it must be the one at fault."""
+        return self._contradictions.convicted
 
     # inside
 
@@ -494,23 +563,24 @@ class Groups:
         member = group.members[index]
         if not member.questions:
             return []  # nobody has asked
-        member.questions.popleft()
-        plan = self._present
-        if message.epoch == plan.epoch:
-            if message.stage != group.stage:
-                return self._fail(group, index, "speaks for another stage in its SessionProgress")
-            if message.num_done > message.next_sequence:
-                return self._fail(group, index, "says that it has computed what has not come to it")
-            if not self._is_lease_good(group, index, message.lease, message.lease_s):
-                return self._fail(group, index, "has signed another lease than was asked for")
-            member.num_done = message.num_done
+        question = member.questions.popleft()
+        if message.stage != group.stage:
+            return self._fail(group, index, "speaks for another stage in its SessionProgress")
+        if message.num_done > message.next_sequence:
+            return self._fail(group, index, "says that it has computed what has not come to it")
+        if not self._is_lease_good(group, index, message.lease, message.lease_s):
+            return self._fail(group, index, "has signed another lease than was asked for")
+        member.num_done = message.num_done
+        self._note_standing(group, index, message)
+        if question.is_ours:
+            return self._heard(group, index)
         member.answers.append(message)
         if not all(each.answers for each in group.members):
             return []
         said = [each.answers.popleft() for each in group.members]
         merged = msgspec.structs.replace(
             said[0],
-            epoch=min(each.epoch for each in said),
+            standing=None,
             next_sequence=min(each.next_sequence for each in said),
             num_done=min(each.num_done for each in said),
             lease_s=min(each.lease_s for each in said),
@@ -548,6 +618,41 @@ class Groups:
         group.has_failed = True
         group.parts.clear()
         return [Said(group.peer, msgspec.structs.replace(message, culprit="", is_kept=False))]
+
+    def _receive_late(self, group: _Group, index: int, message: SessionFailed, now: MonotonicS) -> list[Said]:
+        """A member has waited for others too long. They may wait as well: all are asked how far they are."""
+        self._note_standing(group, index, message)
+        if group.inquiry is None:
+            reason = self._reason(group.members[index].peer, message.reason)
+            failed = msgspec.structs.replace(message, culprit="", is_kept=False, reason=reason, standing=None)
+            group.inquiry = _Inquiry(failed, MonotonicS(now + INQUIRY_S))
+            query = SessionQuery(session=message.session, epoch=message.epoch, stage=message.stage)
+            for each in group.members:
+                each.is_heard = False
+                if each is not group.members[index]:
+                    each.questions.append(_Question(now, is_ours=True))
+                    self._asking.append((each.peer, query))
+        return self._heard(group, index)
+
+    def _note_standing(self, group: _Group, index: int, message: SessionProgress | SessionFailed) -> None:
+        member = group.members[index]
+        if message.standing is not None:
+            member.standing = message.standing
+        elif isinstance(message, SessionFailed) and self._of_member.get(PeerId(message.culprit)) is group:
+            group.accusations[frozenset((member.peer, PeerId(message.culprit)))] = None
+
+    def _heard(self, group: _Group, index: int) -> list[Said]:
+        group.members[index].is_heard = True
+        return self._concluded(group) if all(each.is_heard for each in group.members) else []
+
+    def _concluded(self, group: _Group) -> list[Said]:
+        """The session is told that the group has failed: who is at fault is as clear as it will be."""
+        inquiry, group.inquiry = group.inquiry, None
+        if inquiry is None or group.has_failed:
+            return []
+        group.has_failed = True
+        group.parts.clear()
+        return [Said(group.peer, inquiry.message)]
 
     def _note_failure(self, group: _Group, member: PeerId, culprit: PeerId) -> None:
         """Who of the group is at fault when a member says that it cannot go on, because of somebody perhaps."""
@@ -626,15 +731,26 @@ class Groups:
 
     def _blamed(self, group: _Group, now: MonotonicS) -> frozenset[PeerId]:
         """The strongest that there is against any of them, and who leaves."""
-        against = group.guilty or self._silent(group, now) or self._behind(group) or group.suspects
-        return frozenset([*against, *group.leaving])
+        against = group.guilty or self._silent(group, now) or self._holding_up(group) or self._behind(group)
+        return frozenset([*(against or group.suspects), *group.leaving])
 
     def _silent(self, group: _Group, now: MonotonicS) -> list[PeerId]:
-        return _peers(each for each in group.members if each.questions and now - each.questions[0] >= SILENT_S)
+        return _peers(e for e in group.members if e.questions and now - e.questions[0].asked_at >= SILENT_S)
+
+    def _holding_up(self, group: _Group) -> Sequence[PeerId]:
+        """Who holds up the others, by what all of them say; several of whom one does where nobody can know."""
+        standings = {each.peer: each.standing for each in group.members if each.standing is not None}
+        judged = judge([each.peer for each in group.members], standings)
+        contradictions = (*judged.contradictions, *group.accusations)
+        for peers in contradictions:
+            self._contradictions.add(peers)
+        convicted = sorted(frozenset().union(*contradictions) & self.convicted)
+        group.is_unsure = bool(contradictions) and not (convicted or judged.behind)
+        return convicted or judged.behind or sorted(frozenset().union(*contradictions)) or judged.unknown
 
     def _doubted(self, group: _Group, now: MonotonicS) -> frozenset[PeerId]:
         """Who has been in other groups that failed before, and nobody knew for sure because of whom either."""
-        if group.guilty or group.leaving or self._silent(group, now):
+        if group.guilty or group.leaving or self._silent(group, now) or self._holding_up(group):
             return frozenset()
         for each in group.members:
             self._unsure.setdefault(each.peer, set()).add(group.peer)
@@ -692,8 +808,16 @@ def _is_of_nobody(message: SessionFailed) -> bool:
     return message.is_kept and not message.culprit and message.code in OF_NOBODY
 
 
-def _about(error: PeerError, member: PeerId) -> PeerError:
-    return type(error)(member, str(error).replace(short(error.peer), short(member)))
+def _is_late(message: SessionFailed) -> bool:
+    """Whether a member only says that it has waited for others too long."""
+    return message.is_kept and message.code == LATE_PARTIALS
+
+
+def _about(error: PeerError, member: PeerId, suspects: Iterable[PeerId] = ()) -> PeerError:
+    """The error as one about a member; perhaps it is another one of these."""
+    text = str(error).replace(short(error.peer), short(member))
+    others = " or ".join(short(each) for each in sorted(suspects) if each != member)
+    return type(error)(member, f"{text} (or node {others}: nobody can know which)" if others else text)
 
 
 def _peers(members: Iterable[_Member]) -> list[PeerId]:

@@ -44,7 +44,7 @@ from fusion_node.slices import Dims, Exchange, SliceBounds, exchange_width, exch
 from fusion_node.types import LayerRange, MonotonicS, PeerId
 from fusion_node.wire import MAX_PAYLOAD_BYTES
 from p2p.identity import short
-from p2p.messages import MAX_UNIT_ROWS, Partials
+from p2p.messages import MAX_UNIT_ROWS, Partials, Standing
 
 VALUE_BYTES = 4
 """Contributions travel as float32."""
@@ -76,6 +76,11 @@ LATE_S = 20.0
 QUEUE_S = 20.0
 """A unit that has waited so long while nothing of its session is computed is not begun any more."""
 
+MAX_NODE = 2**32 - 1
+"""That a message can name."""
+
+MAX_WAITED_MS = 2**32 - 1
+
 BAD_PARTIALS = "bad-partials"
 FLOODED = "flooded"
 LATE_PARTIALS = "late-partials"
@@ -89,6 +94,7 @@ class Fault:
     Attributes:
         culprit: another member, or empty.
         is_kept: others may be at fault; else it is over here.
+        standing: how far it was, where others were waited for.
     """
 
     session: Any
@@ -96,6 +102,7 @@ class Fault:
     reason: str
     culprit: str = ""
     is_kept: bool = True
+    standing: Standing | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -419,10 +426,33 @@ class Exchanges:
     def handle_timer(self, *, now: MonotonicS) -> list[Fault]:
         """Sessions that have waited too long. May be called early without effect."""
         return [
-            self._late(group, next(iter(group.units.values())))
+            self._late(group, next(iter(group.units.values())), now)
             for group in self._groups.values()
             if (end := _late_at(group)) is not None and end <= now
         ]
+
+    def standing(self, session: Any, *, now: MonotonicS, full: AbstractSet[PeerId] = frozenset()) -> Standing | None:
+        """How far a session is, for its user, who compares that with what the other members say.
+
+        Args:
+            full: as of ``next_batch``: who takes nothing is waited for as well.
+
+        Returns:
+            None of a session that was not entered, or was left.
+        """
+        group = self._groups.get(session)
+        if group is None:
+            return None
+        unit = next(iter(group.units.values()), None)
+        if unit is None:
+            return Standing(min(group.last_node + 1, MAX_NODE), 0, has_rows=False)
+        missing: list[int] = []
+        if unit.position >= 0 and not unit.is_running:
+            missing = [member for member, part in enumerate(unit.got) if part is None]
+        if not missing and not unit.is_running:
+            missing = [member for member, peer in enumerate(group.members) if peer in full and member != group.own]
+        waited_ms = int(1000 * max(0.0, now - unit.since))
+        return Standing(unit.node, unit.position + 1, tuple(missing), min(waited_ms, MAX_WAITED_MS))
 
     # load
 
@@ -610,7 +640,7 @@ class Exchanges:
                 if not units:
                     del self._ready[key]
 
-    def _late(self, group: _Group, unit: Unit) -> Fault:
+    def _late(self, group: _Group, unit: Unit, now: MonotonicS) -> Fault:
         if not unit.has_begun:
             reason = "a step waited too long for this node"
             return Fault(group.session, OVERLOADED, reason, is_kept=False)
@@ -618,7 +648,8 @@ class Exchanges:
         who = f"{short(missing[0])} has" if len(missing) == 1 else f"{len(missing)} members have"
         layer, exchange = self._at(group, unit.position)
         reason = f"{who} not sent what they have of {exchange.name} in layer {layer} for {LATE_S:.0f} s"
-        return Fault(group.session, LATE_PARTIALS, reason, missing[0] if len(missing) == 1 else "")
+        culprit = missing[0] if len(missing) == 1 else ""
+        return Fault(group.session, LATE_PARTIALS, reason, culprit, standing=self.standing(group.session, now=now))
 
 
 def _is_complete(unit: Unit) -> bool:

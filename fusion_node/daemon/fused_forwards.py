@@ -42,7 +42,7 @@ from fusion_node.errors import FusionError, ResourceExhausted
 from fusion_node.slices import exchange_width
 from fusion_node.types import MonotonicS, PeerId
 from fusion_node.wire import MAX_PAYLOAD_BYTES
-from p2p.messages import MAX_PARTIALS, Partials, PartialsEntry, StageTiming
+from p2p.messages import MAX_PARTIALS, Partials, PartialsEntry, StageTiming, Standing
 
 MAX_INLINE_S = 0.001
 """A batch that takes less is computed on the event loop's thread: to hand it to another one and back takes about as
@@ -72,7 +72,9 @@ log = structlog.get_logger(__name__)
 class GroupOwner(Owner, Protocol):
     """Who hands steps in, gets them back computed, and hears what other members do."""
 
-    def member_failed(self, session: Session, code: str, reason: str, culprit: str) -> None:
+    def member_failed(
+        self, session: Session, code: str, reason: str, culprit: str, standing: Standing | None = None
+    ) -> None:
         """Another member has sent what it must not, or nothing: what was handed in will never be computed."""
         ...
 
@@ -212,6 +214,10 @@ class FusedForwards:
             drain_s=self._time.predict(core.num_rows) if core.num_rows else 0.0,
         )
 
+    def standing(self, session: Session) -> Standing | None:
+        """How far a session is; None of one of which nothing is computed any more."""
+        return self._core.standing(session, now=self._now(), full=self._full())
+
     def exchanged_bytes_per_row(self, session: Session) -> dict[PeerId, int]:
         """What each other member is sent for one row of a session."""
         places = session.plan.stages[session.stage].members
@@ -298,14 +304,17 @@ class FusedForwards:
         """Computes what is ready when the device is idle."""
         self._will_pump = False
         while self._flight is None and not self._is_stopped:
-            full = {peer for peer in self._core.members if self._backlog_bytes(peer) > MAX_BACKLOG_BYTES}
-            batch = self._core.next_batch(full)
+            batch = self._core.next_batch(self._full())
             if batch is None:
                 if self._core.num_ready and self._held is None:
                     self._held = asyncio.get_running_loop().call_later(HELD_S, self._pump_held)
                 break
             self._start(batch)
         self._set_timer()
+
+    def _full(self) -> set[PeerId]:
+        """Members that take nothing more for now."""
+        return {peer for peer in self._core.members if self._backlog_bytes(peer) > MAX_BACKLOG_BYTES}
 
     def _pump_held(self) -> None:
         self._held = None
@@ -515,7 +524,7 @@ class FusedForwards:
         for fault in list(faults):
             self._core.leave(fault.session)
             if fault.is_kept:
-                self._owner.member_failed(fault.session, fault.code, fault.reason, fault.culprit)
+                self._owner.member_failed(fault.session, fault.code, fault.reason, fault.culprit, fault.standing)
             else:
                 self._owner.steps_lost(fault.session, fault.code, fault.reason)
 

@@ -57,6 +57,7 @@ from p2p.messages import (
     SessionOpened,
     SessionRefused,
     StageTiming,
+    Standing,
     StatusReply,
     StatusRequest,
     Step,
@@ -127,6 +128,7 @@ class NodeServer:
             sign_lease=signed,
             wait_s=lambda: self.status().decode_wait_s,
             backlog_bytes=lambda peer: self._require_pool().backlog_bytes(peer),
+            standing=self._standing,
         )
         self.counters: Counter[str] = self._serving.counters
         self._running: set[asyncio.Future[Any]] = set()
@@ -434,10 +436,15 @@ class NodeServer:
         wire_us = in_us(max(times, default=0.0))
         return timing if wire_us <= timing.price_us else StageTiming(timing.queue_us, timing.compute_us, wire_us)
 
-    def member_failed(self, session: Session, code: str, reason: str, culprit: str) -> None:
+    def member_failed(
+        self, session: Session, code: str, reason: str, culprit: str, standing: Standing | None = None
+    ) -> None:
         """For the forwards: another member has sent what it must not, or nothing for long."""
-        self._serving.member_at_fault(session, code, reason, culprit=culprit, now=self._now())
+        self._serving.member_at_fault(session, code, reason, culprit=culprit, now=self._now(), standing=standing)
         self._carry_out()
+
+    def _standing(self, session: Session) -> Standing | None:
+        return self._forwards.standing(session) if isinstance(self._forwards, FusedForwards) else None
 
     def _send_partials(self, peer: PeerId, message: Partials, payload: memoryview) -> None:
         try:

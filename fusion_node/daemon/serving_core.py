@@ -76,6 +76,7 @@ from p2p.messages import (
     SessionQuery,
     SessionRefused,
     StageTiming,
+    Standing,
     Step,
     StepResult,
     StepTaps,
@@ -276,6 +277,7 @@ class Serving:
         sign_lease: gives the signed lease of a session for so many seconds; empty where nobody checks it.
         wait_s: what a step has to wait for the device now, estimated.
         backlog_bytes: that wait to be sent to a peer, or for its acknowledgement.
+        standing: how far this member of a group is with a session; None of one that it computes alone.
 
     Attributes:
         counters: for status replies.
@@ -293,6 +295,7 @@ class Serving:
         sign_lease: Callable[[Session, float], bytes] = lambda session, lease_s: b"",
         wait_s: Callable[[], float] = lambda: 0.0,
         backlog_bytes: Callable[[PeerId], int] = lambda peer: 0,
+        standing: Callable[[Session], Standing | None] = lambda session: None,
     ) -> None:
         self.admission = admission
         self.outputs = outputs
@@ -303,6 +306,7 @@ class Serving:
         self._sign_lease = sign_lease
         self._wait_s = wait_s
         self._backlog_bytes = backlog_bytes
+        self._standing = standing
         self._commands: deque[Command] = deque()
         self._unsent: dict[Session, Counter[PeerId]] = {}
         """Bytes of rows that are handed on again, and of taps, that have not left yet: the backlog of no link knows of
@@ -354,10 +358,23 @@ class Serving:
             else:
                 self._keep(session, PEER_LOST, reason, culprit=peer, now=now)
 
-    def member_at_fault(self, session: Session, code: str, reason: str, *, culprit: str, now: MonotonicS) -> None:
-        """Another member of the group is gone, or has sent what it must not: the session cannot be computed on."""
+    def member_at_fault(
+        self,
+        session: Session,
+        code: str,
+        reason: str,
+        *,
+        culprit: str,
+        now: MonotonicS,
+        standing: Standing | None = None,
+    ) -> None:
+        """Another member of the group is gone, or has sent what it must not: the session cannot be computed on.
+
+        Args:
+            standing: how far it was, where the others were waited for.
+        """
         if self.admission.holds(session):
-            self._keep(session, code, reason, culprit=culprit, now=now)
+            self._keep(session, code, reason, culprit=culprit, now=now, standing=standing)
             self._commands.append(LeaveGroup(session))
 
     def rows_left(self, command: SendRows) -> None:
@@ -871,6 +888,7 @@ class Serving:
             lease_s,
             min(max(self._wait_s(), 0.0), 1e6),
             lease,
+            self._standing(session) if session.is_group else None,
         )
         self._commands.append(Send(peer, progress))
 
@@ -1154,14 +1172,23 @@ class Serving:
         else:
             self._keep(session, code, reason, culprit=culprit, now=now)
 
-    def _keep(self, session: Session, code: str, reason: str, *, culprit: str, now: MonotonicS) -> None:
+    def _keep(
+        self,
+        session: Session,
+        code: str,
+        reason: str,
+        *,
+        culprit: str,
+        now: MonotonicS,
+        standing: Standing | None = None,
+    ) -> None:
         """The session cannot go on under this plan; what is being computed is finished, and kept."""
         if self.admission.holds(session) and session.state is not SessionState.KEPT:
             self.counters["sessions_kept"] += 1
             self._clear_coming(session)
             self._stop_dialling(session)
             self.admission.keep(session, now=now)
-            self._tell_failed(session, code, reason, culprit, is_kept=True)
+            self._tell_failed(session, code, reason, culprit, is_kept=True, standing=standing)
 
     def _over(self, session: Session, code: str, reason: str, culprit: str) -> None:
         self.counters["sessions_failed"] += 1
@@ -1180,8 +1207,18 @@ class Serving:
             self.outputs.drop(_output_key(session))
         self._commands.append(Forget(session))
 
-    def _tell_failed(self, session: Session, code: str, reason: str, culprit: str, *, is_kept: bool) -> None:
-        message = SessionFailed(session.key, session.plan.epoch, session.stage, code, reason[:500], culprit, is_kept)
+    def _tell_failed(
+        self,
+        session: Session,
+        code: str,
+        reason: str,
+        culprit: str,
+        *,
+        is_kept: bool,
+        standing: Standing | None = None,
+    ) -> None:
+        epoch, stage = session.plan.epoch, session.stage
+        message = SessionFailed(session.key, epoch, stage, code, reason[:500], culprit, is_kept, standing)
         self._commands.append(Send(session.user, message))
 
 

@@ -32,7 +32,7 @@ from fusion_node.engine.batching_core import Overload
 from fusion_node.slices import Dims, Exchange, split
 from fusion_node.types import LayerRange, MonotonicS, PeerId
 from fusion_node.wire import MAX_PAYLOAD_BYTES
-from p2p.messages import MAX_UNIT_ROWS, Partials, PartialsEntry, decode_message, encode_message
+from p2p.messages import MAX_UNIT_ROWS, Partials, PartialsEntry, Standing, decode_message, encode_message
 
 PEERS = tuple(PeerId(f"peer{n}") for n in range(6))
 LAYERS = LayerRange(3, 5)
@@ -497,8 +497,45 @@ def test_the_only_member_for_whom_one_waits_is_named_after_some_time() -> None:
     assert member.core.handle_timer(now=MonotonicS(NOW + LATE_S - 0.1)) == []
     (fault,) = member.core.handle_timer(now=MonotonicS(NOW + LATE_S))
     assert (fault.code, fault.culprit, fault.is_kept) == ("late-partials", PEERS[1], True)
+    assert fault.standing == Standing(1, 1, (1,), int(1000 * LATE_S))
     member.get(PEERS[1], 1)
     assert member.core.get_timer() is None  # it waits for the device
+
+
+def test_how_far_a_session_is_says_for_whom_it_waits_and_what_it_has_sent() -> None:
+    member = Member(0, PEERS[:3])
+    later = MonotonicS(NOW + 2.0)
+
+    def standing(*full: PeerId) -> Standing | None:
+        return member.core.standing(1, now=later, full=frozenset(full))
+
+    assert standing() is None
+    member.enter(1)
+    assert standing() == Standing(1, 0, has_rows=False)
+    member.add(1, 1, 2)
+    member.add(1, 3, 1)
+    assert standing() == Standing(1, 0, (), 2000)
+    assert standing(PEERS[2]) == Standing(1, 0, (2,), 2000)  # which takes nothing: it is not begun for its sake
+    assert member.start() is not None
+    assert standing(PEERS[2]) == Standing(1, 0, (), 2000)
+    member.finish()
+    assert standing() == Standing(1, 1, (1, 2), 2000)
+    member.get(PEERS[2], 1, 2)
+    assert standing() == Standing(1, 1, (1,), 2000)
+    member.get(PEERS[1], 1, 2)
+    assert standing() == Standing(1, 1, (), 2000)
+    compute(member)  # the second begins
+    compute(member)
+    assert standing() == Standing(1, 2, (1, 2), 2000)
+    member.core.leave(1)
+    assert standing() is None
+
+
+def test_a_session_whose_rows_are_all_done_waits_for_the_next_ones() -> None:
+    member = pair()
+    member.add(1, 1, 2)
+    pass_all(member, 1, 2)
+    assert member.core.standing(1, now=NOW) == Standing(3, 0, has_rows=False)
 
 
 def test_who_of_several_is_late_is_not_said() -> None:

@@ -14,7 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion_node.client.groups_core import MAX_QUESTIONS, MAX_UNASKED, Groups, cut_columns, join_columns
+from fusion_node.client.groups_core import (
+    INQUIRY_S,
+    MAX_QUESTIONS,
+    MAX_UNASKED,
+    Groups,
+    cut_columns,
+    join_columns,
+)
 from fusion_node.client.session_core import Fault, Opened, RowsWanted, SessionCore, SessionEvent, StepDone
 from fusion_node.errors import PeerClosed, PeerTimeout, RemoteProtocolError
 from fusion_node.slices import Dims, split
@@ -39,6 +46,7 @@ from p2p.messages import (
     SessionQuery,
     SessionRefused,
     StageTiming,
+    Standing,
     Step,
     StepResult,
     StepTaps,
@@ -437,7 +445,7 @@ def test_member_that_is_accused_by_another_is_the_fault_of_its_group_and_its_own
     assert groups.at_fault(GROUP, now=NOW) == {PEERS[2]}
 
 
-@pytest.mark.parametrize("code", ["late-partials", "overflow"])
+@pytest.mark.parametrize("code", ["late-parts", "overflow"])
 def test_member_that_goes_on_no_more_and_knows_nobody_is_not_blamed_before_who_is_accused(code: str) -> None:
     groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
     groups.begin(plan_of(GROUP))
@@ -445,6 +453,146 @@ def test_member_that_goes_on_no_more_and_knows_nobody_is_not_blamed_before_who_i
     assert groups.at_fault(GROUP, now=NOW) == {GROUP}
     assert groups.receive(PEERS[1], failed(PEERS[2], code=code), NOTHING, now=NOW) == []
     assert groups.at_fault(GROUP, now=NOW) == {PEERS[2]}
+
+
+LONG_MS = 20_000
+
+
+def at(num_sent: int, *missing: int, node: int = 7) -> Standing:
+    return Standing(node, num_sent, missing, LONG_MS)
+
+
+def late(standing: Standing | None, culprit: str = "", epoch: int = 0) -> SessionFailed:
+    return SessionFailed(KEY, epoch, 0, "late-partials", "waited", culprit, True, standing)
+
+
+def told(standing: Standing | None, epoch: int = 0) -> SessionProgress:
+    return SessionProgress(KEY, epoch, 0, 4, 3, 9.0, 0.0, standing=standing)
+
+
+def open_group(groups: Groups, group: PeerId = GROUP, epoch: int = 0) -> None:
+    groups.begin(plan_of(group, epoch=epoch))
+    groups.outgoing(group, OpenSession(KEY, epoch, 0, b""), now=NOW)
+    for peer in members_of(group):
+        groups.receive(peer, SessionOpened(KEY, epoch, 0, 30.0), NOTHING, now=NOW)
+
+
+def test_member_that_waits_for_one_that_waits_itself_accuses_nobody_and_all_are_asked_how_far_they_are() -> None:
+    """The third keeps back from the first what it sends the second, which is ahead then and waits for the first."""
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
+    open_group(groups)
+    assert groups.receive(PEERS[1], late(at(4, 0), PEERS[0]), NOTHING, now=NOW) == []
+    query = SessionQuery(KEY, 0, 0)
+    assert groups.outbox() == [(PEERS[0], query), (PEERS[2], query)]
+    assert groups.receive(PEERS[2], late(at(4, 0), PEERS[0]), NOTHING, now=NOW) == []
+    assert groups.outbox() == []
+    [said] = groups.receive(PEERS[0], told(at(3, 2)), NOTHING, now=NOW)
+    assert isinstance(said.message, SessionFailed)
+    assert (said.source, said.message.culprit, said.message.is_kept) == (GROUP, "", False)
+    assert groups.at_fault(GROUP, now=NOW) == {PEERS[0], PEERS[2]}, "it is one of these, and not the second"
+    texts = [str(error) for error in groups.named(PeerTimeout(GROUP, f"node {short(GROUP)} is late"), now=NOW)]
+    assert texts == [
+        f"node {short(a)} is late (or node {short(b)}: nobody can know which)"
+        for a, b in sorted([(PEERS[0], PEERS[2]), (PEERS[2], PEERS[0])])
+    ]
+    assert groups.convicted == frozenset()
+
+
+def test_member_that_is_slow_by_its_own_word_is_named_and_the_others_are_not() -> None:
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
+    open_group(groups)
+    groups.receive(PEERS[1], late(at(4, 0), PEERS[0]), NOTHING, now=NOW)
+    groups.receive(PEERS[0], told(at(3, 2)), NOTHING, now=NOW)
+    assert len(groups.receive(PEERS[2], told(at(2)), NOTHING, now=NOW)) == 1
+    assert groups.at_fault(GROUP, now=NOW) == {PEERS[2]}
+
+
+def test_member_that_contradicts_all_others_is_convicted_and_stays_so() -> None:
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
+    open_group(groups)
+    groups.receive(PEERS[2], late(at(9, 0), PEERS[0]), NOTHING, now=NOW)  # who accuses first
+    groups.receive(PEERS[0], told(at(3, 2)), NOTHING, now=NOW)
+    groups.receive(PEERS[1], told(at(3, 2)), NOTHING, now=NOW)
+    assert groups.at_fault(GROUP, now=NOW) == {PEERS[2]}
+    groups.begin(plan_of(OTHER, epoch=1))
+    assert groups.convicted == {PEERS[2]}
+
+
+def test_one_of_two_that_contradict_one_another_is_convicted_when_it_does_so_with_another_one_too() -> None:
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
+    for epoch, other in enumerate([PEERS[0], PEERS[6]]):
+        group = group_id([other, PEERS[2], PEERS[7 - epoch * 4]])
+        open_group(groups, group, epoch)
+        groups.receive(other, late(at(3, 1), PEERS[2], epoch), NOTHING, now=NOW)
+        groups.receive(PEERS[2], told(at(4, 0), epoch), NOTHING, now=NOW)
+        groups.receive(members_of(group)[2], told(at(4, 0), epoch), NOTHING, now=NOW)
+        assert groups.at_fault(group, now=NOW) == ({other, PEERS[2]} if epoch == 0 else {PEERS[2]})
+    assert groups.convicted == {PEERS[2]}
+
+
+def test_group_fails_some_time_after_a_member_was_late_though_others_do_not_say_how_far_they_are() -> None:
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
+    open_group(groups)
+    assert groups.get_timer() is None
+    groups.receive(PEERS[0], late(at(3, 2), PEERS[2]), NOTHING, now=NOW)
+    groups.receive(PEERS[1], told(at(3, 2)), NOTHING, now=NOW)
+    due = groups.get_timer()
+    assert due == NOW + INQUIRY_S
+    assert groups.handle_timer(now=MonotonicS(due - 0.1)) == []
+    [said] = groups.handle_timer(now=due)
+    assert isinstance(said.message, SessionFailed)
+    assert groups.handle_timer(now=due) == [] == groups.receive(PEERS[2], told(at(3)), NOTHING, now=due)
+    assert groups.get_timer() is None
+    assert groups.at_fault(GROUP, now=due) == {PEERS[2]}, "it has not answered"
+
+
+def test_members_that_do_not_say_how_far_they_are_are_believed_no_more_than_those_whom_they_accuse() -> None:
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
+    open_group(groups)
+    groups.receive(PEERS[0], late(None, PEERS[2]), NOTHING, now=NOW)
+    groups.receive(PEERS[1], told(None), NOTHING, now=NOW)
+    assert len(groups.receive(PEERS[2], told(None), NOTHING, now=NOW)) == 1
+    assert groups.at_fault(GROUP, now=NOW) == {PEERS[0], PEERS[2]}
+
+
+def test_question_that_the_session_did_not_ask_answers_none_of_its_own() -> None:
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
+    open_group(groups)
+    groups.receive(PEERS[0], late(at(3, 2), PEERS[2]), NOTHING, now=NOW)
+    groups.outgoing(GROUP, SessionQuery(KEY, 0, 0), now=NOW)
+    said = [s for peer in PEERS[:2] for s in groups.receive(peer, told(at(3, 2)), NOTHING, now=NOW)]
+    assert said == [], "the second has answered the inquiry alone"
+    said = groups.receive(PEERS[1], told(at(3, 2)), NOTHING, now=NOW)
+    assert said == []
+    said = [s for _ in range(2) for s in groups.receive(PEERS[2], told(at(3)), NOTHING, now=NOW)]
+    assert [type(each.message) for each in said] == [SessionFailed]
+
+
+def test_member_that_waits_is_not_the_one_that_is_behind_where_the_session_itself_sees_nothing_move() -> None:
+    """The user's own patience ends before that of the members."""
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
+    open_group(groups)
+    groups.outgoing(GROUP, SessionQuery(KEY, 0, 0), now=NOW)
+    for peer, standing, num_done in zip(PEERS, (at(3, 2), at(4, 0), at(4, 0)), (3, 4, 4), strict=False):
+        progress = SessionProgress(KEY, 0, 0, 4, num_done, 9.0, 0.0, standing=standing)
+        groups.receive(peer, progress, NOTHING, now=NOW)
+    assert groups.at_fault(GROUP, now=NOW) == {PEERS[0], PEERS[2]}
+
+
+def test_answer_of_an_earlier_plan_uses_up_no_question() -> None:
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
+    groups.begin(plan_of(GROUP))
+    groups.outgoing(GROUP, SessionQuery(KEY, 0, 0), now=NOW)
+    groups.begin(plan_of(GROUP, epoch=1))
+    groups.outgoing(GROUP, SessionQuery(KEY, 1, 0), now=NOW)
+    said = []
+    for epoch in (0, 1):
+        for peer in PEERS[:3]:
+            progress = SessionProgress(KEY, epoch, 0, 1 + epoch, 1, 9.0, 0.0)
+            said += groups.receive(peer, progress, NOTHING, now=NOW)
+    assert [(s.message.epoch, s.message.next_sequence) for s in said if isinstance(s.message, SessionProgress)] == [
+        (1, 2)
+    ]
 
 
 def test_member_that_accuses_one_after_the_other_is_doubted_itself() -> None:
@@ -703,15 +851,21 @@ SMALL = st.integers(0, 3)
 def anything() -> st.SearchStrategy[tuple[AnyMessage, memoryview]]:
     """What a member may send: of this session or not, of any epoch, sense or nonsense, but well-formed."""
     session = st.sampled_from([KEY, b"z" * 16])
-    code = st.sampled_from([PEER_LOST, NOT_RETAINED, "internal", MEMBER_UNREACHABLE, SUCCESSOR_UNREACHABLE])
+    code = st.sampled_from(
+        [PEER_LOST, NOT_RETAINED, "internal", "late-partials", MEMBER_UNREACHABLE, SUCCESSOR_UNREACHABLE]
+    )
+    missing = st.lists(st.integers(0, 15), max_size=3).map(tuple)
+    standing = st.none() | st.builds(Standing, SMALL, SMALL, missing, st.sampled_from([0, LONG_MS]), st.booleans())
     culprit = st.sampled_from(["", *PEERS, USER])
     width = st.sampled_from([len(COLUMNS[0]), len(COLUMNS[1]), 5])
     nodes = st.sampled_from([(), (1,), (2,), (1, 2)])
     without_rows = st.one_of(
         st.builds(SessionOpened, session, SMALL, SMALL, st.just(9.0), SMALL, next_sequence=SMALL, num_positions=SMALL),
         st.builds(SessionRefused, session, SMALL, SMALL, code, st.just("why"), culprit),
-        st.builds(SessionFailed, session, SMALL, SMALL, code, st.just("why"), culprit, st.booleans()),
-        st.builds(SessionProgress, session, SMALL, SMALL, SMALL, SMALL, st.just(9.0), st.just(0.0)),
+        st.builds(SessionFailed, session, SMALL, SMALL, code, st.just("why"), culprit, st.booleans(), standing),
+        st.builds(
+            SessionProgress, session, SMALL, SMALL, SMALL, SMALL, st.just(9.0), st.just(0.0), st.just(b""), standing
+        ),
         st.builds(SessionDraining, session, SMALL, SMALL, st.just(9.0), st.just("why")),
         st.builds(Replayed, session, SMALL, SMALL, SMALL, SMALL),
         st.builds(SessionClosed, session, SMALL),
@@ -765,5 +919,7 @@ def test_whatever_comes_is_bounded_and_fails_a_group_once(
             assert len(group.parts) <= num_asked + MAX_UNASKED
             assert all(len(member.answers) <= MAX_QUESTIONS for member in group.members)
         groups.outbox()
+        for each in groups.handle_timer(now=NOW) if number == 1 else ():
+            failed.add((each.source, epoch))
         for peer in peers:
             assert groups.at_fault(peer, now=NOW) <= {peer, *members_of(peer)}
