@@ -95,7 +95,8 @@ class PlanSeen(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class OpenLine(Event, frozen=True, tag="open"):
-    """An ``open``. ``digest`` is of the signed plan as it travelled; no plan: its bytes could not be read."""
+    """An ``open``. ``digest`` is of the signed plan as it travelled; no plan: its bytes could not be read. ``grant`` is
+    the signed grant (fusion_node.grants) as hexadecimal."""
 
     stage: StageIndex = 0
     member: StageIndex = 0
@@ -103,6 +104,25 @@ class OpenLine(Event, frozen=True, tag="open"):
     folds: bool = False
     digest: HexText = ""
     plan: PlanSeen | None = None
+    grant: HexText = ""
+
+
+class GrantLine(Event, frozen=True, tag="grant"):
+    """A ``grant``: the signed grant, with a later end than before."""
+
+    grant: HexText = ""
+
+
+class RevokeLine(Event, frozen=True, tag="revoke"):
+    """A ``revoke``: the id of the grant."""
+
+    grant: HexText = ""
+
+
+class ReleaseLine(Event, frozen=True, tag="released"):
+    """A ``released``: the signed release (fusion_node.grants)."""
+
+    release: HexText = ""
 
 
 class Tensor(Event, frozen=True):
@@ -198,6 +218,9 @@ class EndLine(Event, frozen=True, tag="end"):
 
 AnyEvent: TypeAlias = (
     OpenLine
+    | GrantLine
+    | RevokeLine
+    | ReleaseLine
     | StepLine
     | ResultLine
     | TapsLine

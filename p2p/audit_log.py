@@ -30,6 +30,7 @@ from fusion_node.audit_records import (
     EndLine,
     FullLine,
     GoneLine,
+    GrantLine,
     LogLine,
     OpenLine,
     OrderLine,
@@ -37,7 +38,9 @@ from fusion_node.audit_records import (
     PeerLine,
     PlanSeen,
     ProbeLine,
+    ReleaseLine,
     ResultLine,
+    RevokeLine,
     SaidLine,
     SessionLine,
     StageSeen,
@@ -57,7 +60,10 @@ from p2p.messages import (
     BandwidthProbe,
     OpenSession,
     Partials,
+    RenewGrant,
     Resend,
+    RevokeGrant,
+    SessionReleased,
     Step,
     StepResult,
     StepTaps,
@@ -184,6 +190,15 @@ class AuditLog:
                 self._tensor(taps, message.session, message.tensor, payload)
             case OpenSession():
                 self._open(message, to, from_)
+            case RenewGrant():
+                event = self._event(to, from_, message.session, message.epoch)
+                self._write(GrantLine(*event, grant=message.grant.hex()))
+            case RevokeGrant():
+                event = self._event(to, from_, message.session, message.epoch)
+                self._write(RevokeLine(*event, grant=message.grant.hex()))
+            case SessionReleased():
+                event = self._event(to, from_, message.session, message.epoch)
+                self._write(ReleaseLine(*event, release=message.release.hex()))
             case Resend():
                 order = OrderLine(
                     *self._event(to, from_, message.session, message.epoch),
@@ -218,6 +233,7 @@ class AuditLog:
             folds=message.folds,
             digest=digest_of(message.plan, message.session),
             plan=None if plan is None else _seen(plan),
+            grant=message.grant.hex(),
         )
         self._write(line)
 

@@ -76,6 +76,7 @@ Code: TypeAlias = Annotated[str, msgspec.Meta(max_length=32)]
 StageIndex: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=127)]
 MemberIndex: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_MEMBERS - 1)]
 LeaseBytes: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=1024)]
+GrantBytes: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=512)]
 TapLayer: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=4096)]
 TapLayers: TypeAlias = Annotated[tuple[TapLayer, ...], msgspec.Meta(max_length=MAX_TAPS)]
 
@@ -196,6 +197,8 @@ class OpenSession(Message, frozen=True, array_like=True, tag="open"):
     layers of the model, so that a stage with the layers [start, stop) has those of start + 1 to stop."""
     member: MemberIndex = 0
     """The receiver's place in its stage; 0 where that is one node."""
+    grant: GrantBytes = b""
+    """Of what a member of a group is to hold, signed by the user, see fusion_node.grants; empty for a single node."""
 
 
 class SessionOpened(Message, frozen=True, array_like=True, tag="opened"):
@@ -505,6 +508,34 @@ class SessionClosed(Message, frozen=True, array_like=True, tag="closed"):
     epoch: U32
 
 
+class RenewGrant(Message, frozen=True, array_like=True, tag="grant"):
+    """User to a member of a group: the grant that it has, with a later end. Not answered."""
+
+    session: SessionBytes
+    epoch: U32
+    grant: GrantBytes
+
+
+class RevokeGrant(Message, frozen=True, array_like=True, tag="revoke"):
+    """User to a member of a group: delete what is held under this grant, be the session open, kept or retained.
+
+    Answered by SessionReleased if anything is.
+    """
+
+    session: SessionBytes
+    epoch: U32
+    grant: Annotated[bytes, msgspec.Meta(min_length=16, max_length=16)]
+
+
+class SessionReleased(Message, frozen=True, array_like=True, tag="released"):
+    """A member of a group to its user: what was held under a grant is deleted. Once for each grant."""
+
+    session: SessionBytes
+    epoch: U32
+    release: Annotated[bytes, msgspec.Meta(max_length=512)]
+    """Signed by the member, see fusion_node.grants.Release."""
+
+
 class Assign(Message, frozen=True, array_like=True, tag="assign"):
     """Scheduler to a node: hold these layers from now on. Answered at once by Assigned with the same ``number``."""
 
@@ -541,6 +572,9 @@ AnyMessage: TypeAlias = (
     | SessionFailed
     | CloseSession
     | SessionClosed
+    | RenewGrant
+    | RevokeGrant
+    | SessionReleased
     | Assign
     | Assigned
 )
@@ -731,8 +765,10 @@ __all__ = [
     "OpenSession",
     "Partials",
     "PartialsEntry",
+    "RenewGrant",
     "Replayed",
     "Resend",
+    "RevokeGrant",
     "SessionClosed",
     "SessionDraining",
     "SessionFailed",
@@ -740,6 +776,7 @@ __all__ = [
     "SessionProgress",
     "SessionQuery",
     "SessionRefused",
+    "SessionReleased",
     "StageTiming",
     "StatusReply",
     "StatusRequest",

@@ -266,34 +266,34 @@ def digest_key_of(peer: str) -> int:
 
 def sign_record(record: NodeRecord, identity: Identity) -> bytes:
     """The record as a signed envelope, ready for the wire."""
-    return _sign(record, _RECORD_DOMAIN, identity)
+    return sign_statement(record, _RECORD_DOMAIN, identity)
 
 
 def sign_plan(plan: Plan, identity: Identity) -> bytes:
     """The plan as a signed envelope, ready for the wire."""
-    return _sign(plan, _PLAN_DOMAIN, identity)
+    return sign_statement(plan, _PLAN_DOMAIN, identity)
 
 
 def sign_lease(lease: Lease, identity: Identity) -> bytes:
     """The lease as a signed envelope, ready for the wire."""
-    return _sign(lease, _LEASE_DOMAIN, identity)
+    return sign_statement(lease, _LEASE_DOMAIN, identity)
 
 
 def sign_assignment(assignment: Assignment, identity: Identity) -> bytes:
     """The assignment as a signed envelope, ready for the wire."""
-    return _sign(assignment, _ASSIGNMENT_DOMAIN, identity)
+    return sign_statement(assignment, _ASSIGNMENT_DOMAIN, identity)
 
 
 def open_record(envelope: bytes, *, now: UnixS) -> NodeRecord | Refusal:
     """Checks size, form, signature and dates of a node record. The sequence is checked by RecordTable."""
-    record = _open(envelope, NodeRecord, _RECORD_DOMAIN, MAX_RECORD_BYTES, lambda r: r.peer)
+    record = open_statement(envelope, NodeRecord, _RECORD_DOMAIN, MAX_RECORD_BYTES, lambda r: r.peer)
     if isinstance(record, Refusal):
         return record
     if any(not shard.start < shard.stop <= shard.num_layers for shard in record.shards):
         return Refusal.MALFORMED
     if not all(_is_slice(shard.slice) for shard in record.shards if shard.slice):
         return Refusal.MALFORMED
-    return _check_dates(record.issued_at, record.expires_at, now, MAX_RECORD_TTL_S) or record
+    return check_dates(record.issued_at, record.expires_at, now, MAX_RECORD_TTL_S) or record
 
 
 def _is_slice(text: str) -> bool:
@@ -324,7 +324,7 @@ def plan_claim_of(envelope: bytes) -> Plan | None:
 
 def open_plan(envelope: bytes, *, now: UnixS) -> Plan | Refusal:
     """Checks size, form, signature, dates and contiguity of a plan."""
-    plan = _open(envelope, Plan, _PLAN_DOMAIN, MAX_PLAN_BYTES, lambda p: p.user)
+    plan = open_statement(envelope, Plan, _PLAN_DOMAIN, MAX_PLAN_BYTES, lambda p: p.user)
     if isinstance(plan, Refusal):
         return plan
     if any(not stage.start < stage.stop for stage in plan.stages):
@@ -333,7 +333,7 @@ def open_plan(envelope: bytes, *, now: UnixS) -> Plan | Refusal:
         return Refusal.MALFORMED
     if not all(map(_is_sound, plan.stages)):
         return Refusal.MALFORMED
-    return _check_dates(plan.issued_at, plan.expires_at, now, MAX_PLAN_TTL_S) or plan
+    return check_dates(plan.issued_at, plan.expires_at, now, MAX_PLAN_TTL_S) or plan
 
 
 def _is_sound(stage: PlanStage) -> bool:
@@ -344,22 +344,24 @@ def _is_sound(stage: PlanStage) -> bool:
 
 def open_lease(envelope: bytes, *, now: UnixS) -> Lease | Refusal:
     """Checks size, form, signature and dates of a lease."""
-    lease = _open(envelope, Lease, _LEASE_DOMAIN, MAX_LEASE_BYTES, lambda each: each.node)
+    lease = open_statement(envelope, Lease, _LEASE_DOMAIN, MAX_LEASE_BYTES, lambda each: each.node)
     if isinstance(lease, Refusal):
         return lease
     if not lease.start < lease.stop:
         return Refusal.MALFORMED
-    return _check_dates(lease.issued_at, lease.expires_at, now, MAX_LEASE_TTL_S) or lease
+    return check_dates(lease.issued_at, lease.expires_at, now, MAX_LEASE_TTL_S) or lease
 
 
 def open_assignment(envelope: bytes, *, now: UnixS) -> Assignment | Refusal:
     """Checks size, form, signature and dates of an assignment."""
-    assignment = _open(envelope, Assignment, _ASSIGNMENT_DOMAIN, MAX_ASSIGNMENT_BYTES, lambda each: each.scheduler)
+    assignment = open_statement(
+        envelope, Assignment, _ASSIGNMENT_DOMAIN, MAX_ASSIGNMENT_BYTES, lambda each: each.scheduler
+    )
     if isinstance(assignment, Refusal):
         return assignment
     if not assignment.start < assignment.stop:
         return Refusal.MALFORMED
-    return _check_dates(assignment.issued_at, assignment.expires_at, now, MAX_ASSIGNMENT_TTL_S) or assignment
+    return check_dates(assignment.issued_at, assignment.expires_at, now, MAX_ASSIGNMENT_TTL_S) or assignment
 
 
 @dataclass(frozen=True, slots=True)
@@ -592,14 +594,16 @@ class RecordTable:
             self._introduced.remove(held.introducer, peer)
 
 
-def _sign(body: NodeRecord | Plan | Lease | Assignment, domain: bytes, identity: Identity) -> bytes:
+def sign_statement(body: msgspec.Struct, domain: bytes, identity: Identity) -> bytes:
+    """A statement as a signed envelope. Its first field is its version, and the domain is that of its kind alone."""
     encoded = msgspec.msgpack.encode(body)
     return msgspec.msgpack.encode(SignedEnvelope(body=encoded, signature=identity.sign(domain, encoded)))
 
 
-def _open(
+def open_statement(
     envelope: bytes, kind: type[B], domain: bytes, limit_bytes: int, signer_of: Callable[[B], str]
 ) -> B | Refusal:
+    """Checks size, form, version and signature of a statement; its dates are its caller's to check."""
     if len(envelope) > limit_bytes:
         return Refusal.OVERSIZED
     try:
@@ -623,7 +627,8 @@ def _version_of(body: bytes, limit_bytes: int) -> int:
     return fields[0]
 
 
-def _check_dates(issued_at: float, expires_at: float, now: UnixS, max_ttl_s: float) -> Refusal | None:
+def check_dates(issued_at: float, expires_at: float, now: UnixS, max_ttl_s: float) -> Refusal | None:
+    """Why a statement of these dates does not count now; None if it does."""
     if issued_at > now + MAX_CLOCK_SKEW_S:
         return Refusal.FUTURE_DATED
     if expires_at - issued_at > max_ttl_s:

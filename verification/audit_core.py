@@ -48,11 +48,13 @@ from verification.audit_frames_core import (
     Frame,
     Record,
     SessionFrames,
+    Statement,
     collect,
     lost_in_the_middle,
     short,
     told,
 )
+from verification.audit_grants_core import GrantJudge, Statements
 from verification.audit_plan_core import EXCHANGE_NAMES, RoutePlan, Stage
 from verification.audit_report import (
     CHECK_OF,
@@ -80,12 +82,15 @@ def models_in(runs: Iterable[Run]) -> set[str]:
     return {event.plan.model_id for event in opens if event.plan is not None}
 
 
-def audit(runs: Sequence[Run], dims_of: Mapping[str, Dims], *, only: str = "") -> Report:
+def audit(
+    runs: Sequence[Run], dims_of: Mapping[str, Dims], *, only: str = "", statements: Statements | None = None
+) -> Report:
     """Judges the records of all parties.
 
     Args:
         dims_of: sizes of the models, by model id; all of ``models_in``.
         only: beginning of the name of the one session to judge; empty: all whose users have handed in a log.
+        statements: checks grants and releases; None: they are not judged.
 
     Raises:
         ConfigError: there is no session to be judged.
@@ -109,7 +114,8 @@ def audit(runs: Sequence[Run], dims_of: Mapping[str, Dims], *, only: str = "") -
         if users and not users & parties:
             skipped.append(name)
         else:
-            view = _Session(session, dims_of, parties, unended, findings).judge()
+            judge = None if statements is None else GrantJudge(statements, name)
+            view = _Session(session, dims_of, parties, unended, findings, judge).judge()
             if view is not None:
                 views.append(view)
     if not only:
@@ -121,6 +127,7 @@ def audit(runs: Sequence[Run], dims_of: Mapping[str, Dims], *, only: str = "") -
     checks = tuple(
         Check(name, not number, number)
         for name in CheckName
+        if statements is not None or name is not CheckName.GRANTS
         for number in (sum(count for kind, count in findings.counts.items() if CHECK_OF[kind] is name),)
     )
     return Report(
@@ -158,8 +165,10 @@ class _Session:
         parties: set[str],
         unended: set[str],
         findings: _Findings,
+        grants: GrantJudge | None = None,
     ) -> None:
         self._session = session
+        self._grants = grants
         self._parties = parties
         self._findings = findings
         self._plans = self._read_plans(dims_of)
@@ -180,6 +189,8 @@ class _Session:
         for frame in self._session.frames.values():
             self._check_ends(frame)
             self._sort(frame)
+            if self._grants is not None:
+                self._grants.note(frame)
         for conversation in self._session.conversations.values():
             for frame in lost_in_the_middle(conversation):
                 if frame.receiver in self._parties and isinstance(frame.what, StepLine | ResultLine | OpenLine):
@@ -197,6 +208,9 @@ class _Session:
             self._judge_epoch(self._plans[epoch], sorted(entries, key=lambda each: (each.end, each.step.first)))
         self._check_sequences(by_epoch)
         self._check_shares()
+        if self._grants is not None:
+            for kind, text, records in self._grants.problems(plan for _, plan in sorted(self._plans.items())):
+                self._findings.add(kind, self._session.name, text, records)
         return self._view()
 
     # plans and logs
@@ -237,7 +251,7 @@ class _Session:
     def _sort(self, frame: Frame) -> None:
         """Puts a frame where it belongs, or tells why it belongs nowhere."""
         what = frame.what
-        if isinstance(what, OpenLine):
+        if isinstance(what, OpenLine | Statement):
             return
         if isinstance(what, SaidLine):
             users = self._session.users()
@@ -344,7 +358,7 @@ class _Session:
         beside those that the receiver has of the same state.
         """
         what, receiver = frame.what, frame.receiver
-        if receiver == plan.user or isinstance(what, OpenLine | OrderLine | SaidLine):
+        if receiver == plan.user or isinstance(what, OpenLine | OrderLine | SaidLine | Statement):
             return
         layer = getattr(what, "layer", None)
         stage = plan.stage_of(frame.sender)
@@ -516,6 +530,8 @@ class _Session:
             partials_bytes=self._totals[peer, "partials_bytes"],
             invertible_fraction=max((self._invertible(peer, each, known[each]) for each in known), default=0.0),
             has_log=peer in self._parties,
+            is_member=any(stage.is_group and peer in stage.peers for p in self._plans.values() for stage in p.stages),
+            released="" if self._grants is None else self._grants.released.get(peer, ""),
         )
 
     def _invertible(self, peer: str, exchange: Exchange, from_others: int) -> float:

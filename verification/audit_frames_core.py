@@ -22,12 +22,15 @@ from typing import TypeAlias
 
 from fusion_node.audit_records import (
     GoneLine,
+    GrantLine,
     OpenLine,
     OrderLine,
     PartialsLine,
     PlanSeen,
     ProbeLine,
+    ReleaseLine,
     ResultLine,
+    RevokeLine,
     SaidLine,
     StepLine,
     TapsLine,
@@ -37,7 +40,8 @@ from verification.audit_file import Run
 Record: TypeAlias = tuple[int, int]
 """Which run, and the number of the event in it."""
 
-What: TypeAlias = StepLine | ResultLine | TapsLine | PartialsLine | OpenLine | OrderLine | SaidLine
+Statement: TypeAlias = GrantLine | RevokeLine | ReleaseLine
+What: TypeAlias = StepLine | ResultLine | TapsLine | PartialsLine | OpenLine | OrderLine | SaidLine | Statement
 
 
 @dataclass(slots=True)
@@ -49,6 +53,7 @@ class Frame:
         sent, received: where each side has it.
         repeats: further records of the very same frame by a side that has it already.
         differs: the two sides have different digests.
+        at: Unix time, by the clock of who has recorded it.
     """
 
     sender: str
@@ -58,6 +63,7 @@ class Frame:
     received: Record | None = None
     repeats: list[Record] = field(default_factory=list)
     differs: bool = False
+    at: float = 0.0
 
     @property
     def records(self) -> list[Record]:
@@ -169,7 +175,7 @@ def _add(found: Collected, run: Run, record: Record, event: What, said: Counter[
         key = (*key, said[(name, is_sent, key)])
     frame = session.frames.get(key)
     if frame is None:
-        frame = session.frames[key] = Frame(sender, receiver, event)
+        frame = session.frames[key] = Frame(sender, receiver, event, at=run.started_at + event.ms / 1000.0)
     elif (frame.sent if is_sent else frame.received) is not None:
         frame.repeats.append(record)
         return
@@ -200,11 +206,15 @@ def _identity(event: What) -> tuple[object, ...]:
             return ("taps", event.epoch, event.sequence, event.layer, *shape)
         case OpenLine():
             where = (event.stage, event.member, event.resumes, event.folds)
-            return ("open", event.epoch, *where, event.digest, event.plan)
+            return ("open", event.epoch, *where, event.digest, event.plan, event.grant)
         case OrderLine():
             return ("resend", event.epoch, event.sequence, event.covers, event.first, event.rows, event.stop)
         case SaidLine():
             return ("said", event.epoch, event.what)
+        case GrantLine() | RevokeLine():
+            return (type(event).__name__, event.epoch, event.grant)
+        case ReleaseLine():
+            return ("released", event.epoch, event.release)
 
 
 def _part(sessions: Iterable[SessionFrames], peer: str, other: str) -> None:
@@ -247,6 +257,12 @@ def told(frame: Frame) -> str:
             name = f"order to hand on step {what.sequence}"
         case SaidLine():
             name = what.what
+        case GrantLine():
+            name = "renewal of a grant"
+        case RevokeLine():
+            name = "revocation"
+        case ReleaseLine():
+            name = "release"
     return f"{name} of epoch {what.epoch} from {short(frame.sender)} to {short(frame.receiver)}"
 
 

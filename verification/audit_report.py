@@ -47,6 +47,10 @@ class Kind(enum.StrEnum):
     """A result or a contribution that belongs to no step."""
     SKIPPED = "skipped"
     """Entries of a session's log that nobody has a record of."""
+    NOT_GRANTED = "not-granted"
+    """A member of a group was sent parts of states without its user's grant for them, or after its end."""
+    BAD_RELEASE = "bad-release"
+    """A release that its sender has not signed, or that is not of what was granted to it."""
     PROBE = "probe"
     """A measurement of bandwidth that carried something."""
 
@@ -60,6 +64,7 @@ class CheckName(enum.StrEnum):
     PATHS = "tensors go only to whom the plan says"
     OWN = "no node was sent columns, or contributions, that are not its own"
     WHOLE = "no node was sent a whole state"
+    GRANTS = "who was sent a part of a state in a group had its user's grant for it"
 
 
 CHECK_OF = {
@@ -73,6 +78,8 @@ CHECK_OF = {
     Kind.OVERSENT: CheckName.OWN,
     Kind.NOT_OWN: CheckName.OWN,
     Kind.WHOLE: CheckName.WHOLE,
+    Kind.NOT_GRANTED: CheckName.GRANTS,
+    Kind.BAD_RELEASE: CheckName.GRANTS,
     Kind.SHAPE: CheckName.CLOSED,
     Kind.DIGEST: CheckName.DIGESTS,
     Kind.NEVER_SENT: CheckName.DIGESTS,
@@ -135,6 +142,9 @@ class NodeShare(msgspec.Struct, frozen=True):
         invertible_fraction: the largest part of the input of one linear that follows from contributions that it was
             sent, by solving linear equations, together with its own. They count as no state, and hide none.
         has_log: else all of this is what the others' logs say.
+        is_member: of a group, so that it needs grants.
+        released: why it has, by its own signature, deleted what it held under its last grant; empty: it has not said
+            that.
     """
 
     peer: str
@@ -148,6 +158,8 @@ class NodeShare(msgspec.Struct, frozen=True):
     partials_bytes: int
     invertible_fraction: float
     has_log: bool = True
+    is_member: bool = False
+    released: str = ""
 
 
 class How(enum.StrEnum):

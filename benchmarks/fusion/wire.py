@@ -25,6 +25,7 @@ import torch
 from benchmarks.fusion.sizes import Carried, least_bytes, least_messages, websocket_bytes
 from benchmarks.report import Check
 from fusion_node import ModelStore
+from fusion_node.audit_records import name_of
 from fusion_node.daemon.admission_core import Admission
 from fusion_node.daemon.server import NodeServer
 from fusion_node.engine.numerics import numerics_class
@@ -32,11 +33,13 @@ from fusion_node.engine.slice_engine import SliceEngine
 from fusion_node.engine.sliced_stage import SlicedStage
 from fusion_node.engine.tensor_codec import encode_rows
 from fusion_node.errors import FusionError
+from fusion_node.grants import GRANT_ID_BYTES, Grant
 from fusion_node.slices import Dims, ModelSlice
 from fusion_node.store import StoredModel
 from fusion_node.types import LayerRange, PeerId
 from p2p.compression import FEATURE
 from p2p.connection import Payload
+from p2p.grants import sign_grant
 from p2p.identity import Identity
 from p2p.links import LinkPool
 from p2p.messages import (
@@ -156,7 +159,14 @@ class Group:
         signed = sign_plan(plan, user.identity)
         for index, each in enumerate(self._members):
             await user.pool.connect(PeerId(each.identity.peer_id), [each.address])
-            user.pool.send(each.identity.peer_id, OpenSession(plan.session, plan.epoch, 0, signed, member=index))
+            grant = Grant(
+                PROTOCOL_VERSION, secrets.token_bytes(GRANT_ID_BYTES), plan.user, each.identity.peer_id,
+                name_of(plan.session), plan.model_id, stage.start, stage.stop, index, weights, now, now + 600.0,
+            )  # fmt: skip
+            opening = OpenSession(
+                plan.session, plan.epoch, 0, signed, member=index, grant=sign_grant(grant, user.identity)
+            )
+            user.pool.send(each.identity.peer_id, opening)
         await user.wait_for(SessionOpened, len(members))
         await self._step(plan, num_rows, 0)  # what comes first pays for links and memory
         sealed_before, counts_before = self._sealed_bytes(), Counter(recorder.counts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -15,13 +16,18 @@ from rich.text import Text
 from fusion_node.cli.audit_view import as_html, counted
 from fusion_node.cli.options import AsJson, Home
 from fusion_node.errors import AuditFailed, ConfigError, UnknownModel
+from fusion_node.grants import Grant, Release
 from fusion_node.slices import Dims
 from fusion_node.store import ModelStore
+from fusion_node.types import UnixS
 from fusion_node.wire import printable
+from p2p.grants import open_grant, open_release
 from p2p.identity import short
+from p2p.records import Refusal
 from verification.audit_core import audit as judge
 from verification.audit_core import models_in
 from verification.audit_file import NoAuditLog, Run, read_runs
+from verification.audit_grants_core import Statements
 from verification.audit_report import NodeShare, Report, SessionView
 
 _SHOWN_FINDINGS = 12
@@ -85,7 +91,7 @@ def judge_files(
         UnknownModel: the sizes of a model are not known.
     """
     runs = [run for path in files for run in _read(path)]
-    return judge(runs, _sizes(models_in(runs), dims, home), only=session)
+    return judge(runs, _sizes(models_in(runs), dims, home), only=session, statements=STATEMENTS)
 
 
 def finish(report: Report, *, html: Path | None, as_json: bool) -> None:
@@ -117,6 +123,21 @@ def _read(path: Path) -> list[Run]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except NoAuditLog as error:
         raise ConfigError(str(error)) from error
+
+
+def _grant(envelope: bytes, at: float) -> Grant | str:
+    opened = open_grant(envelope, now=UnixS(at))
+    return opened.value if isinstance(opened, Refusal) else opened
+
+
+def _release(envelope: bytes) -> Release | str:
+    # By its date nobody is judged: the clock of who has signed it may be wrong, and it holds from then on.
+    opened = open_release(envelope, now=UnixS(math.inf))
+    return opened.value if isinstance(opened, Refusal) else opened
+
+
+STATEMENTS = Statements(_grant, _release)
+"""What the auditor takes for signed."""
 
 
 def _sizes(models: set[str], dims: str | None, home: Path | None) -> dict[str, Dims]:
@@ -164,7 +185,8 @@ def _print(report: Report) -> None:
         model = f"model {session.model_id[:12]} {session.numerics}"
         console.print(f"{model}: {session.num_layers} layers, states of {session.hidden} columns", markup=False)
         console.print(node_table(session.nodes))
-        console.print(f"{closed_in_words(session)}\n", markup=False)
+        console.print(closed_in_words(session), markup=False)
+        console.print(f"{released_in_words(session)}\n", markup=False)
     for check in report.checks:
         mark = Text("ok    ", style="green") if check.passed else Text("FAILED", style="bold red")
         console.print(mark, Text(check.name + ("" if check.passed else f": {counted(check.num_findings, 'finding')}")))
@@ -237,6 +259,16 @@ def closed_in_words(session: SessionView) -> str:
     )
     share = "" if not session.num_steps else f" ({percent(session.num_closed / session.num_steps)})"
     return f"closed steps: {session.num_closed} of {session.num_steps}{share}{others}"
+
+
+def released_in_words(session: SessionView) -> str:
+    """Which members of groups have signed that they have deleted what they held, and which have not."""
+    members = [node for node in session.nodes if node.is_member]
+    if not members:
+        return "released: nobody was granted a slice"
+    done = [f"{short(node.peer)} ({node.released})" for node in members if node.released]
+    others = [short(node.peer) for node in members if not node.released]
+    return f"released: {', '.join(done) or 'nobody'}" + (f"; not by {', '.join(others)}" if others else "")
 
 
 __all__ = ["audit", "finish", "judge_files", "parse_dims"]

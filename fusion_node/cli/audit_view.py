@@ -190,7 +190,8 @@ def _is_clean(session: SessionView) -> bool:
 def _table(nodes: Sequence[NodeShare]) -> str:
     head = (
         "<tr><th>node</th><th>layers</th><th>columns</th><th class=n>own part</th><th class=n>sent at most</th>"
-        "<th class=n>contributions</th><th class=n>could be solved from them</th></tr>"
+        "<th class=n>contributions</th><th class=n>could be solved from them</th>"
+        "<th>has released</th></tr>"
     )
     rows = []
     for node in nodes:
@@ -202,7 +203,8 @@ def _table(nodes: Sequence[NodeShare]) -> str:
             f"<td class=n>{node.own_fraction:.1%}</td>"
             f'<td class="n {"bad" if is_bad else "good"}">{node.largest_fraction:.1%}</td>'
             f"<td class=n>{node.num_partials:,}</td>"
-            f"<td class=n>{f'{node.invertible_fraction:.1%}' if node.num_partials else '–'}</td></tr>"
+            f"<td class=n>{f'{node.invertible_fraction:.1%}' if node.num_partials else '–'}</td>"
+            f"<td>{escape(node.released or 'no') if node.is_member else '–'}</td></tr>"
         )
     return f'<div class="scroll"><table>{head}{"".join(rows)}</table></div>'
 

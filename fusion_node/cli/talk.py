@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,11 +56,16 @@ from fusion_node.cli.options import (
 )
 from fusion_node.client.sampling import SamplingParams
 from fusion_node.errors import ConfigError, FusionError
+from fusion_node.types import PeerId, members_of
 from fusion_node.wire import harmless, printable
 from p2p.identity import short
 
 if TYPE_CHECKING:
     from fusion_node.client.swarm import GenerationStats, SwarmClient
+
+
+MIN_NAME = 6
+"""Characters of a peer id that is named by its beginning or end."""
 
 
 def generate(
@@ -162,10 +167,12 @@ def generate(
                     print()
                 raise
             if as_json:
+                await swarm.wait_released()
                 print(msgspec.json.encode({"text": "".join(pieces), **describe(answer.stats)}).decode())
             else:
                 print()
                 if stats:
+                    await swarm.wait_released()
                     print(summary(answer.stats), file=sys.stderr)
             if speculation_plot is not None and answer.stats.speculation is not None:
                 speculation_view.write_plot(answer.stats.speculation, speculation_plot)
@@ -208,7 +215,7 @@ def chat(
     audit: AuditFile = None,
     home: Home = None,
 ) -> None:
-    """Talk with MODEL. An empty line or Ctrl-D ends; /new starts over."""
+    """Talk with MODEL. An empty line or Ctrl-D ends; /new starts over; /revoke PEER withdraws what a node holds."""
     configure_logs(LogFormat.AUTO, quiet=True)
     rules = user_rules(allow, deny, distinct_operators, max_price, max_stages)
     check_topology(topology, members)
@@ -248,6 +255,7 @@ async def converse(swarm: SwarmClient, params: SamplingParams, system: str | Non
     read_line = line_reader()
     start: list[dict[str, Any]] = [{"role": "system", "content": system}] if system else []
     messages = list(start)
+    served: set[PeerId] = set()
     while True:
         try:
             line = (await read_line()).strip()
@@ -258,18 +266,45 @@ async def converse(swarm: SwarmClient, params: SamplingParams, system: str | Non
         if line == "/new":
             messages = list(start)
             continue
+        command, _, name = line.partition(" ")
+        if command in ("/revoke", "/allow"):
+            withdraw(swarm, served, command, name.strip())
+            continue
         messages.append({"role": "user", "content": line})
         pieces: list[str] = []
+        answer = swarm.chat(messages, params)
         try:
-            async for piece in swarm.chat(messages, params):
+            async for piece in answer:
                 pieces.append(piece)
                 show(piece)
         except FusionError as error:
             print(f"\nerror: {printable(str(error), limit=2000)}", file=sys.stderr)
             messages.pop()
             continue
+        finally:
+            served |= {member for stage in answer.stats.stages for member in members_of(stage.peer)}
         print()
         messages.append({"role": "assistant", "content": "".join(pieces)})
+
+
+def withdraw(swarm: SwarmClient, served: Collection[PeerId], command: str, name: str) -> None:
+    """``/revoke PEER`` and ``/allow PEER``: a whole peer id, or a part of one that has served or is revoked."""
+    known = served if command == "/revoke" else swarm.revoked
+    found = [peer for peer in known if len(name) >= MIN_NAME and (peer.startswith(name) or peer.endswith(name))]
+    if command == "/allow" and not found:
+        revoked = ", ".join(map(short, sorted(known))) or "nobody"
+        print(f"error: /allow needs one of those that are revoked: {revoked}", file=sys.stderr)
+        return
+    if len(found) > 1 or (not found and len(name) < MIN_NAME):
+        print(f"error: {command} needs a peer id, or {MIN_NAME} characters of its end", file=sys.stderr)
+        return
+    peer = found[0] if found else PeerId(name)
+    try:
+        (swarm.revoke if command == "/revoke" else swarm.allow_again)(peer)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+    else:
+        print(f"{short(peer)} {'is revoked' if command == '/revoke' else 'may serve again'}", file=sys.stderr)
 
 
 def show(piece: str) -> None:
@@ -333,6 +368,18 @@ def describe(stats: GenerationStats) -> dict[str, Any]:
             }
             for repair in stats.repairs
         ],
+        "grants": [
+            {
+                "peer": report.peer,
+                "layers": str(report.layers),
+                "slice": str(report.slice),
+                "expires_at": report.grant.expires_at,
+                "is_revoked": report.is_revoked,
+                "released": None if report.release is None else report.release.why,
+                "released_positions": None if report.release is None else report.release.num_positions,
+            }
+            for report in stats.grants
+        ],
         "speculation": None if stats.speculation is None else msgspec.to_builtins(stats.speculation),
     }
 
@@ -348,4 +395,14 @@ def summary(stats: GenerationStats) -> str:
         for repair in stats.repairs
     )
     guessed = "" if stats.speculation is None else f"\n{speculation_view.lines(stats.speculation)}"
-    return f"{stats.completion_tokens} tokens{speed}{first}, over {nodes}{repaired}{guessed}"
+    return f"{stats.completion_tokens} tokens{speed}{first}, over {nodes}{repaired}{_released(stats)}{guessed}"
+
+
+def _released(stats: GenerationStats) -> str:
+    """What members of groups have signed of what they had been granted; empty where there were none."""
+    if not stats.grants:
+        return ""
+    done = [report.release for report in stats.grants if report.release is not None]
+    silent = [f"{short(report.peer)} (slice {report.slice})" for report in stats.grants if report.release is None]
+    others = f"; not by {', '.join(silent)}" if silent else ""
+    return f"\n{len(done)} of {len(stats.grants)} slices released by their holders{others}"

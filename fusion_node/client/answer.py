@@ -101,6 +101,7 @@ class AnswerShell:
         on_compute: runs a function on the thread for that.
         on_event: is told of every event, after it was followed. Of faults of groups, it is told of members'.
         groups: is told of every plan that the core makes, before its messages; None: no place is ever a group.
+        on_time: is called whenever the core's timer runs, some seconds apart at most.
 
     Attributes:
         retain: set before leaving: the stages are to keep the KV for a later session with the same beginning.
@@ -117,8 +118,10 @@ class AnswerShell:
         on_compute: Callable[[Callable[[], Any]], Awaitable[Any]],
         on_event: Callable[[AnswerEvent], None],
         groups: Groups | None = None,
+        on_time: Callable[[], None] = lambda: None,
     ) -> None:
         self.core = core
+        self._on_time = on_time
         self._groups = groups or Groups(0, wire_dtype="", decompress=lambda payload, tensor: payload)
         self.retain = False
         self.is_kept = False
@@ -245,6 +248,7 @@ class AnswerShell:
             self.core.link_closed(each, error, now=self._now())
 
     def _on_timer(self) -> None:
+        self._on_time()
         self._expire_groups()
         due = self.core.get_timer()
         if due is not None and due <= self._now():

@@ -60,6 +60,7 @@ from p2p.messages import (
     SessionOpened,
     SessionProgress,
     SessionRefused,
+    SessionReleased,
     StatusReply,
     StatusRequest,
     StepResult,
@@ -232,6 +233,8 @@ class SwarmConnection:
         self.bandwidth = BandwidthMeter(self.links)
         self.compressor = Compressor(rate_Bps=self.links.delivery_rate_Bps, features=self.links.features)
         self._sessions: dict[bytes, tuple[SessionHandler, LostHandler]] = {}
+        self.on_released: list[Callable[[PeerId, SessionReleased], None]] = []
+        """Are told of releases, which come when their session is over."""
         self._status: dict[int, tuple[PeerId, asyncio.Future[StatusReply]]] = {}
         self._assigning: dict[int, tuple[PeerId, asyncio.Future[str]]] = {}
         self._request_numbers = itertools.count(1)
@@ -494,6 +497,9 @@ class SwarmConnection:
                 handlers = self._sessions.get(message.session)
                 if handlers is not None:
                     handlers[0](peer, message, payload)
+            case SessionReleased():
+                for on_released in self.on_released:
+                    on_released(peer, message)
             case StatusReply():
                 asked, future = self._status.get(message.request, (None, None))
                 if asked == peer and future is not None and not future.done():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 
+from fusion_node.client.grants_core import GrantReport
 from fusion_node.client.speculation import SpeculationReport
 from fusion_node.types import LayerRange, PeerId
 
@@ -59,6 +60,8 @@ class GenerationStats:
         seed: of the sampling noise.
         stages: the nodes of the route at its end, each with the steps that it took part in.
         repairs: in order.
+        grants: what each member of a group was allowed to hold, and what it has signed when that was over; of one that
+            had several in this answer, the last. Releases come when the answer is over: see SwarmClient.wait_released.
         speculation: None where nothing was guessed, or the answer is not over.
     """
 
@@ -72,6 +75,7 @@ class GenerationStats:
     token_ids: list[int] = field(default_factory=list, repr=False)
     stages: tuple[StageReport, ...] = ()
     repairs: tuple[RepairReport, ...] = ()
+    grants: tuple[GrantReport, ...] = ()
     speculation: SpeculationReport | None = None
 
     @property

@@ -101,6 +101,9 @@ OpenLease: TypeAlias = "Callable[[bytes], Lease | Refusal]"
 Decompress: TypeAlias = "Callable[[memoryview, TensorMeta], memoryview]"
 """Raises WireError for what is no compressed tensor of that form."""
 
+IssueGrant: TypeAlias = "Callable[[PlanStage, int, OpenSession], bytes]"
+"""From a group's stage, a member's place in it and the ``open`` that it is about to be sent to its signed grant."""
+
 Rows: TypeAlias = "tuple[TensorMeta, memoryview]"
 E = TypeVar("E", bound=PeerError)
 
@@ -208,15 +211,26 @@ class Groups:
         wire_dtype: encoding of rows.
         decompress: see Decompress.
         open_lease: see SessionCore; None: leases are not looked at.
+        grant: see IssueGrant; None: members are sent none.
+        on_closed: is told of every session that a member is told to close and not to keep.
     """
 
     def __init__(
-        self, hidden_size: int, *, wire_dtype: str, decompress: Decompress, open_lease: OpenLease | None = None
+        self,
+        hidden_size: int,
+        *,
+        wire_dtype: str,
+        decompress: Decompress,
+        open_lease: OpenLease | None = None,
+        grant: IssueGrant | None = None,
+        on_closed: Callable[[bytes, PeerId], None] = lambda session, member: None,
     ) -> None:
         self._hidden_size = hidden_size
         self._wire_dtype = wire_dtype
         self._decompress = decompress
         self._open_lease = open_lease
+        self._grant = grant
+        self._on_closed = on_closed
         self._plan: Plan | None = None
         self._by_id: dict[PeerId, _Group] = {}
         self._of_member: dict[PeerId, _Group] = {}
@@ -296,8 +310,11 @@ class Groups:
         if group is not None and isinstance(message, SessionQuery):
             for member in group.members:
                 member.questions.append(_Question(now))
+        if isinstance(message, CloseSession) and not message.retain:
+            for member_id in members_of(peer):
+                self._on_closed(message.session, member_id)
         return [
-            (member, _to_member(message, index) if isinstance(message, OpenSession) else message)
+            (member, self._to_member(group, message, index) if isinstance(message, OpenSession) else message)
             for index, member in enumerate(members_of(peer))
         ]
 
@@ -393,7 +410,7 @@ class Groups:
                 for index, member in enumerate(group.members):
                     if member.opened is None:
                         close = CloseSession(session=opening.session, epoch=opening.epoch)
-                        found += [(member.peer, close), (member.peer, _to_member(opening, index))]
+                        found += [(member.peer, close), (member.peer, self._to_member(group, opening, index))]
         return found
 
     def lost(self, member: PeerId) -> None:
@@ -436,6 +453,11 @@ class Groups:
         return self._contradictions.convicted
 
     # inside
+
+    def _to_member(self, group: _Group | None, message: OpenSession, index: int) -> OpenSession:
+        """With a grant of its own each time: one that has ended there does not open anything."""
+        grant = b"" if group is None or self._grant is None else self._grant(group.place, index, message)
+        return msgspec.structs.replace(message, member=index, taps=(), grant=grant)
 
     def _remember(self, peer: PeerId, culprits: frozenset[PeerId]) -> None:
         self._remembered[peer] = culprits
@@ -796,10 +818,6 @@ def _are_finite(dtype: str, rows: memoryview) -> bool:
         values = (np.frombuffer(rows, dtype="<u2").astype(np.uint32) << 16).view(np.float32)
         return bool(np.isfinite(values).all())
     return bool(np.isfinite(np.frombuffer(rows, dtype="<f4" if dtype == "f32" else "<f2")).all())
-
-
-def _to_member(message: OpenSession, index: int) -> OpenSession:
-    return msgspec.structs.replace(message, member=index, taps=())
 
 
 def _is_of_nobody(message: SessionFailed) -> bool:

@@ -13,7 +13,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +29,7 @@ from fusion_node.client.claims_file import path_of
 from fusion_node.client.connection import MeasuredNode, SwarmConnection, ways_in
 from fusion_node.client.drafting import GumbelNoise, check_same_tokens
 from fusion_node.client.generation import Generation, GenerationStats, RepairReport, StageReport
+from fusion_node.client.grants_core import GrantBook, GrantReport
 from fusion_node.client.groups_core import Groups
 from fusion_node.client.plan_view import PlanView, view_of
 from fusion_node.client.prefix_cache_core import MIN_POSITIONS, PrefixCache
@@ -52,13 +53,24 @@ from fusion_node.engine.shipped_heads import shipped_head
 from fusion_node.engine.sliced_layer import fusion_dims
 from fusion_node.engine.tensor_codec import RowsNotFinite, decode_rows, encode_rows
 from fusion_node.errors import ConfigError, ContextTooLong, NoPeers, UnknownModel
+from fusion_node.grants import GRANT_ID_BYTES
 from fusion_node.store import ModelStore, StoredModel
 from fusion_node.types import LayerRange, MonotonicS, PeerId, UnixS, members_of
 from fusion_node.wire import WireError, printable
 from p2p.bans import FILE_NAME as BAN_FILE_NAME
+from p2p.grants import open_release, sign_grant
 from p2p.identity import Identity, public_key_of, short
 from p2p.link_emulation_core import LineShape
-from p2p.messages import INT8, MAX_TAPS, SESSION_BYTES, CloseSession, TensorMeta, row_bytes
+from p2p.messages import (
+    INT8,
+    MAX_TAPS,
+    SESSION_BYTES,
+    CloseSession,
+    OpenSession,
+    SessionReleased,
+    TensorMeta,
+    row_bytes,
+)
 from p2p.records import PROTOCOL_VERSION, Lease, Plan, PlanStage, Refusal, open_lease, sign_plan
 from p2p.swarm_key import SwarmKey
 from p2p.tensor_wire import decompress
@@ -66,6 +78,9 @@ from scheduler.plans import Topology
 from scheduler.speculation import ModePolicy
 
 PLAN_TTL_S = 3600.0
+
+RELEASED_S = 1.0
+"""For members of groups to say that they have deleted what they held, when nothing else is waited for any more."""
 
 SAVE_EVERY_S = 60.0
 """Between two answers after which what was measured of nodes is written: what a killed process has learned is lost."""
@@ -211,6 +226,15 @@ class SwarmClient:
         self._drafts = None
         if self._modes is not None:
             self._drafts = Drafts(config.vocab_size, drafters, tap_layers=tap_layers, remembers=prefix_cache)
+        self.grants = GrantBook(
+            self.connection.identity.peer_id,
+            sign=lambda grant: sign_grant(grant, self.connection.identity),
+            open_release=lambda envelope, now: open_release(envelope, now=now),
+            new_id=partial(secrets.token_bytes, GRANT_ID_BYTES),
+        )
+        self.connection.on_released.append(self._released)
+        self._has_released = asyncio.Event()
+        """Set, and replaced by another, when a release has come."""
         self._shells: set[AnswerShell] = set()
         """Of answers under way."""
         self.max_context = max_positions(config)
@@ -250,6 +274,9 @@ class SwarmClient:
         self._router.save()
         if self._prefixes is not None:
             self._tell_unneeded(entry for entry in self._prefixes.entries if entry.ended_at is not None)
+        await self.wait_released()
+        if self._released in self.connection.on_released:
+            self.connection.on_released.remove(self._released)
         if self._owns_connection:
             await self.connection.aclose()
         if self._loading is not None:
@@ -342,6 +369,9 @@ class SwarmClient:
             return
         log.info("revoked", peer=short(peer))
         self._router.revoke(peer)
+        for order in self.grants.revoke(peer):
+            if self.connection.links.is_connected(peer):
+                self.connection.links.send(peer, order)
         if self._prefixes is not None:
             ended = [
                 entry
@@ -358,7 +388,31 @@ class SwarmClient:
         """Routes may have a node that was revoked. What it had is gone all the same."""
         self._router.allow_again(peer)
 
+    async def wait_released(self, timeout_s: float = RELEASED_S) -> None:
+        """Returns when all members of groups have said that they have deleted what they were told to, or after so long.
+
+        Who is not connected any more is not waited for, nor what is kept for the next question. ``stats.grants`` of the
+        answers, and ``grants``, have what they said.
+        """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while any(map(self.connection.links.is_connected, self.grants.awaited())):
+                    await self._has_released.wait()
+
     # inside
+
+    def _released(self, peer: PeerId, message: SessionReleased) -> None:
+        report = self.grants.receive(peer, message, now=UnixS(time.time()))
+        if report is None:
+            log.info("a release that does not count", peer=short(peer), session=message.session.hex()[:8])
+            return
+        self._has_released.set()
+        self._has_released = asyncio.Event()
+
+    def _renew_grants(self) -> None:
+        for peer, message in self.grants.renewals(UnixS(time.time())):
+            if self.connection.links.is_connected(peer):
+                self.connection.links.send(peer, message)
 
     def _generation(
         self, prompt: str | Sequence[ChatMessage], params: SamplingParams | None, *, plain_fallback: bool
@@ -480,6 +534,7 @@ class SwarmClient:
         """Their nodes need not keep them. One that cannot be told drops them in time."""
         for answer in answers:
             for node in (member for peer, _ in answer.stages for member in members_of(peer)):
+                self.grants.ended(answer.session, node)
                 if self.connection.links.is_connected(node):
                     self.connection.links.send(node, CloseSession(answer.session, epoch=answer.epoch))
 
@@ -526,12 +581,28 @@ class SwarmClient:
         finally:
             self._shells.discard(shell)
 
-    def _groups(self) -> Groups:
+    def _groups(self, stats: GenerationStats) -> Groups:
+        def told(reports: tuple[GrantReport, ...]) -> None:
+            stats.grants = reports
+
+        def grant(place: PlanStage, index: int, message: OpenSession) -> bytes:
+            return self.grants.issue(
+                place,
+                index,
+                session=message.session,
+                epoch=message.epoch,
+                model_id=self.model.model_id,
+                now=UnixS(time.time()),
+                on_change=told,
+            )
+
         return Groups(
             self._hidden_size,
             wire_dtype=self._wire_dtype,
             decompress=lambda payload, tensor: decompress(payload, tensor).data,
             open_lease=_open_lease,
+            grant=grant,
+            on_closed=self.grants.ended,
         )
 
     def _core_of(self, answer: Answer, make_plan: MakePlan, speculation: SpeculationCore | None = None) -> AnswerCore:
@@ -552,7 +623,7 @@ class SwarmClient:
         boundary, _ = await self._loaded()
         answer = work.answer
         routes = AnswerRoutes(self._router, self._prefixes, work, num_positions)
-        groups = self._groups()
+        groups = self._groups(work.stats)
         core = self._core_of(answer, partial(self._make_plan, groups, num_positions))
 
         async def embed(start: int, stop: int) -> EncodedRows:
@@ -566,6 +637,7 @@ class SwarmClient:
             on_compute=self._on_compute,
             on_event=partial(routes.note, core),
             groups=groups,
+            on_time=self._renew_grants,
         )
         shell.retain = self._prefixes is not None
         try:
@@ -605,7 +677,7 @@ class SwarmClient:
             wants_taps=bool(drafts.tap_layers),
         )
 
-        groups = self._groups()
+        groups = self._groups(work.stats)
 
         def make_plan(session: bytes, epoch: int, stages: tuple[PlanStage, ...]) -> tuple[Plan, bytes]:
             if epoch == 0:  # later plans of a session have to reserve what its first one did
@@ -635,6 +707,7 @@ class SwarmClient:
             on_compute=self._on_compute,
             on_event=partial(routes.note, core),
             groups=groups,
+            on_time=self._renew_grants,
             speculation=speculation,
             chooser=RowChooser(
                 boundary,

@@ -29,10 +29,12 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from fusion_node.daemon.grants_core import HeldGrant, Over, problem_with
 from fusion_node.daemon.parts_core import JoinedPart, Parts
 from fusion_node.daemon.taps_core import problem_with_taps
 from fusion_node.engine.block_manager_core import BlockManager, NoRoom
 from fusion_node.engine.session_log_core import LogState, SessionLog
+from fusion_node.grants import ReleaseReason
 from fusion_node.slices import ModelSlice
 from fusion_node.types import LayerRange, ModelId, MonotonicS, PeerId
 from p2p.messages import (
@@ -78,6 +80,7 @@ class RefusalCode(enum.StrEnum):
     UNKNOWN_MODEL = "unknown-model"
     LAYERS_NOT_HELD = "layers-not-held"
     SLICE_NOT_HELD = "slice-not-held"
+    NOT_GRANTED = "not-granted"
     NUMERICS = "numerics"
     NO_MEMORY = "no-memory"
     TOO_MANY_SESSIONS = "too-many-sessions"
@@ -192,6 +195,7 @@ class Session:
         resumable_from: when one plan of a higher epoch may be adopted; those before it are RESUMES_AT_ONCE.
         lease_envelope: what the user was last given, signed, and when it ends.
         taps: layers whose rows its user may ask for, of the present epoch.
+        grant: under which it holds what it has, of the present epoch; None where none is demanded.
     """
 
     key: bytes
@@ -234,6 +238,7 @@ class Session:
     joining: dict[tuple[int, int], JoiningEntry] = field(default_factory=dict)
     num_joining_rows: int = 0
     num_joining_bytes: int = 0
+    grant: HeldGrant | None = None
 
     @property
     def user(self) -> PeerId:
@@ -289,14 +294,20 @@ class Session:
     def promised_until(self) -> MonotonicS:
         """Until when the KV is there, whatever else happens, unless the user goes."""
         until = self.lease_until if self.kept_until is None else self.kept_until
-        return until if self.grace is None else min(until, self.grace.until)
+        return until if self._latest is None else min(until, self._latest)
+
+    @property
+    def _latest(self) -> MonotonicS | None:
+        """When it ends whatever it does: with its grant, or with the grace; None: there is no such time."""
+        ends = [each.until for each in (self.grace, self.grant) if each is not None]
+        return min(ends, default=None)
 
     @property
     def ends_at(self) -> MonotonicS | None:
         """When it ends if nothing is heard; None while its lease cannot run out, because rows wait for the device."""
         if self.num_queued_rows == 0 or self.kept_until is not None:
             return self.promised_until
-        return None if self.grace is None else self.grace.until
+        return self._latest
 
     def folds_along(self, message: OpenSession) -> bool:
         """Whether the path of a plan of a higher epoch is of its own numbering, and leads on from what is committed."""
@@ -332,6 +343,8 @@ class _Retained:
     layers: LayerRange
     wire: str
     until: MonotonicS
+    num_positions: int = 0
+    grant: HeldGrant | None = None
 
 
 @dataclass(slots=True)
@@ -345,6 +358,7 @@ class Admission:
         draining: the node leaves, or goes over to other layers; no session is opened any more.
         draining_reason: why, in words for users.
         paused: why no session is opened for now, in words for its user; None while they are.
+        over: grants under which nothing is held any more, until somebody takes them from there.
     """
 
     peer: PeerId
@@ -358,6 +372,7 @@ class Admission:
     draining: bool = False
     draining_reason: str = "the node is shutting down"
     paused: str | None = None
+    over: deque[Over] = field(default_factory=deque)
     _sessions: dict[bytes, Session] = field(default_factory=dict)
     _retained: dict[tuple[PeerId, bytes], _Retained] = field(default_factory=dict)
     """In the order in which they end. The block manager may have dropped the blocks of any."""
@@ -378,15 +393,29 @@ class Admission:
             return 0
         return self.blocks.free_slots
 
-    def open(self, message: OpenSession, plan: Plan, *, source: PeerId, now: MonotonicS) -> Session | Refused:
+    def open(
+        self,
+        message: OpenSession,
+        plan: Plan,
+        *,
+        source: PeerId,
+        now: MonotonicS,
+        grant: HeldGrant | Refused | None = None,
+    ) -> Session | Refused:
         """Reserves KV for a plan, or says why not.
 
         With ``resumes``, a session of the same user under that id and a lower epoch is adopted: the same Session comes
         back. If it cannot be, it is dropped, and one that is empty takes its place.
+
+        Args:
+            grant: that came with it, or why none is accepted; None: none is demanded.
         """
         layers = self._check(message, plan, source)
         if isinstance(layers, Refused):
             return self._count(layers)
+        held_grant = self._check_grant(grant, message, source, layers)
+        if isinstance(held_grant, Refused):
+            return self._count(held_grant)
         held, resumable_from = self._sessions.get(message.session), 0.0
         is_resumed = message.resumes and held is not None and held.user == source and message.epoch > held.plan.epoch
         if held is not None and is_resumed:
@@ -398,6 +427,7 @@ class Admission:
             # Whose committed prefix is another than its user's is of no use to it.
             if is_alike and (not message.folds or held.folds_along(message)):
                 self._adopt(held, plan, message, now)
+                held.grant = held_grant
                 held.resumable_from = resumable_from
                 return held
         crowded = self._check_room(message, source, is_resumed=is_resumed)
@@ -422,11 +452,45 @@ class Admission:
             numbered_at=plan.epoch,
             taps=message.taps,
             member=message.member,
+            grant=held_grant,
         )
         if message.folds:
             session.log.next_sequence = session.num_done = reused  # an entry per position
         self._sessions[message.session] = session
         return session
+
+    def _check_grant(
+        self, grant: HeldGrant | Refused | None, message: OpenSession, source: PeerId, layers: LayerRange
+    ) -> HeldGrant | Refused | None:
+        """What the session is held under; for whole layers nothing is demanded."""
+        if self.slice is None or not isinstance(grant, HeldGrant):
+            return None if self.slice is None else grant
+        problem = problem_with(
+            grant.grant,
+            user=source,
+            node=self.peer,
+            session=message.session,
+            model_id=self.model_id,
+            layers=layers,
+            slice_=self.slice,
+        )
+        return grant if problem is None else Refused(RefusalCode.NOT_GRANTED, f"the grant does not do: {problem}")
+
+    def is_in_force(self, grant: bytes) -> bool:
+        """Whether anything is held under the grant of that id."""
+        held = [*(s.grant for s in self._sessions.values()), *(kept.grant for kept in self._retained.values())]
+        return any(each is not None and each.grant.grant == grant for each in held)
+
+    def revoke(self, key: bytes, *, grant: bytes, source: PeerId) -> Session | None:
+        """Drops what is held under a grant of that user; the session, where it was open."""
+        session = self.held(key, user=source)
+        if session is not None and session.grant is not None and session.grant.grant.grant == grant:
+            self._end(session, retain_until=None, why=ReleaseReason.REVOKED)
+            return session
+        kept = self._retained.get((source, key))
+        if kept is not None and kept.grant is not None and kept.grant.grant.grant == grant:
+            self._release(source, key, ReleaseReason.REVOKED)
+        return None
 
     def get(self, key: bytes, *, epoch: int, source: PeerId) -> Session | None:
         """The session that a step from ``source`` belongs to; None when it is not theirs to send."""
@@ -471,6 +535,7 @@ class Admission:
         room = self.blocks.open(session.key, owner=session.user, max_slots=session.plan.max_positions)
         if isinstance(room, NoRoom):
             del self._sessions[session.key]
+            self._note_over(session, ReleaseReason.ENDED)
             return False
         session.log = SessionLog(session.plan.max_positions)
         session.reused_positions = session.num_computed = 0
@@ -487,17 +552,18 @@ class Admission:
         if session is not None and (session.user != source or session.plan.epoch > epoch):
             session = None
         if session is not None:
-            self._end(session, retain_until=MonotonicS(now + RETAIN_S) if retain else None)
+            until = MonotonicS(now + RETAIN_S) if retain else None
+            self._end(session, retain_until=until, why=ReleaseReason.CLOSED)
         if not retain:
             kept = self._retained.get((source, key))
             if kept is not None and kept.epoch == epoch:
-                self._release(source, key)
+                self._release(source, key, ReleaseReason.CLOSED)
         return session
 
-    def drop(self, session: Session) -> None:
+    def drop(self, session: Session, why: ReleaseReason = ReleaseReason.ENDED) -> None:
         """Forgets a session; dropping it twice does nothing."""
         if self.holds(session):
-            self._end(session, retain_until=None)
+            self._end(session, retain_until=None, why=why)
 
     def holds(self, session: Session) -> bool:
         """Whether this very session is open; its id may have been opened anew since."""
@@ -526,11 +592,11 @@ class Admission:
 
         A lease does not run out while rows wait for the device. What was retained for long enough is freed.
         """
-        for user, key in [place for place, kept in self._retained.items() if kept.until <= now]:
-            self._release(user, key)
+        for (user, key), kept in [(place, kept) for place, kept in self._retained.items() if kept.until <= now]:
+            self._release(user, key, _why_ended(kept.grant, now))
         expired = [s for s in self._sessions.values() if (end := s.ends_at) is not None and end <= now]
         for session in expired:
-            self.drop(session)
+            self.drop(session, _why_ended(session.grant, now))
         return expired
 
     def check_integrity(self) -> None:
@@ -648,29 +714,48 @@ class Admission:
         self.refused[refused.code] += 1
         return refused
 
-    def _end(self, session: Session, *, retain_until: MonotonicS | None) -> None:
+    def _end(self, session: Session, *, retain_until: MonotonicS | None, why: ReleaseReason) -> None:
         del self._sessions[session.key]
         if retain_until is None:
             self.blocks.close(session.key)
+            self._note_over(session, why)
             return
-        self._release(session.user, session.key)  # of an earlier epoch
+        self._release(session.user, session.key, why)  # of an earlier epoch
         self.blocks.truncate(session.key, session.num_computed)
         self.blocks.close(session.key, retain=True)
         if len(self._retained) > 2 * self.blocks.num_retained:
             for user, key in list(self._retained):
                 if not self.blocks.is_retained(key, owner=user):
-                    del self._retained[user, key]
-        if self.blocks.is_retained(session.key, owner=session.user):
-            kept = _Retained(session.plan.epoch, session.layers, session.plan.wire, retain_until)
-            self._retained[session.user, session.key] = kept
+                    self._release(user, key, ReleaseReason.ENDED)
+        if not self.blocks.is_retained(session.key, owner=session.user):
+            self._note_over(session, why)
+            return
+        until = retain_until if session.grant is None else min(retain_until, session.grant.until)
+        self._retained[session.user, session.key] = _Retained(
+            session.plan.epoch, session.layers, session.plan.wire, until, session.num_computed, session.grant
+        )
+        if until < retain_until:
+            self._retained = dict(sorted(self._retained.items(), key=lambda each: each[1].until))
 
-    def _release(self, user: PeerId, key: bytes) -> None:
-        self._retained.pop((user, key), None)
+    def _release(self, user: PeerId, key: bytes, why: ReleaseReason) -> None:
+        kept = self._retained.pop((user, key), None)
         self.blocks.release(key, owner=user)
+        if kept is not None and kept.grant is not None:
+            self.over.append(Over(key, kept.epoch, kept.grant, why, kept.num_positions))
+
+    def _note_over(self, session: Session, why: ReleaseReason) -> None:
+        if session.grant is not None:
+            committed = session.log.num_committed
+            self.over.append(Over(session.key, session.plan.epoch, session.grant, why, committed))
 
     def of_user(self, user: PeerId) -> list[Session]:
         """The sessions of one user."""
         return [s for s in self._sessions.values() if s.user == user]
+
+
+def _why_ended(grant: HeldGrant | None, now: MonotonicS) -> ReleaseReason:
+    """Of what has run out."""
+    return ReleaseReason.EXPIRED if grant is not None and grant.until <= now else ReleaseReason.ENDED
 
 
 def _serves(stage: PlanStage, peer: PeerId) -> bool:

@@ -20,6 +20,7 @@ import structlog
 from fusion_node.daemon.admission_core import Admission, Session
 from fusion_node.daemon.forwards import Forwards, in_us
 from fusion_node.daemon.fused_forwards import FusedForwards
+from fusion_node.daemon.grants_core import release_of
 from fusion_node.daemon.in_order import InOrder
 from fusion_node.daemon.output_log_core import OutputLog
 from fusion_node.daemon.pace_core import Pace
@@ -41,10 +42,12 @@ from fusion_node.engine.shard_engine import ShardEngine
 from fusion_node.engine.slice_engine import SliceEngine
 from fusion_node.engine.tensor_codec import RowsNotFinite, decode_rows, join_columns
 from fusion_node.errors import FusionError, PeerError, RemoteProtocolError
+from fusion_node.grants import Grant, Release
 from fusion_node.types import MonotonicS, PeerId, UnixS
 from fusion_node.wire import WireError
 from p2p.bandwidth import BandwidthMeter
 from p2p.compression import Compressor, Packed
+from p2p.grants import open_grant
 from p2p.identity import short
 from p2p.links import LinkPool
 from p2p.messages import (
@@ -63,7 +66,7 @@ from p2p.messages import (
     Step,
     row_bytes,
 )
-from p2p.records import Lease, open_plan
+from p2p.records import Lease, Refusal, open_plan
 
 CONNECT_SUCCESSOR_S = 8.0
 """For dialling the next stage while a session opens; the user's side waits longer than this."""
@@ -88,6 +91,7 @@ class NodeServer:
     Args:
         own_record: gives the node's present signed record, for StatusRequest.
         sign_lease: signs what the node promises a user; without it, leases are told and not signed.
+        sign_release: signs that nothing is held under a grant any more; without it, nothing is said of that.
         batching: decides the forwards through whole layers; a new one if not given.
         pace: is told how fast a slice of layers is.
         retain_bytes: of rows that were handed on, to be handed on again in a repair.
@@ -101,6 +105,7 @@ class NodeServer:
         *,
         own_record: Callable[[], bytes],
         sign_lease: Callable[[Lease], bytes] | None = None,
+        sign_release: Callable[[Release], bytes] | None = None,
         batching: BatchingCore | None = None,
         pace: Pace | None = None,
         retain_bytes: int = DEFAULT_RETAIN_BYTES,
@@ -119,6 +124,11 @@ class NodeServer:
                 return b""
             return sign_lease(session.lease(admission.peer, issued_at=unix_clock(), lease_s=lease_s))
 
+        def opened(envelope: bytes) -> tuple[Grant, float] | Refusal:
+            now = UnixS(unix_clock())
+            grant = open_grant(envelope, now=now)
+            return grant if isinstance(grant, Refusal) else (grant, grant.expires_at - now)
+
         self._serving = Serving(
             admission,
             self.outputs,
@@ -126,6 +136,10 @@ class NodeServer:
             wire_dtype=engine.wire_dtype,
             open_plan=lambda signed_plan: open_plan(signed_plan, now=UnixS(unix_clock())),
             sign_lease=signed,
+            open_grant=opened,
+            sign_release=None
+            if sign_release is None
+            else lambda over: sign_release(release_of(over, issued_at=unix_clock())),
             wait_s=lambda: self.status().decode_wait_s,
             backlog_bytes=lambda peer: self._require_pool().backlog_bytes(peer),
             standing=self._standing,

@@ -49,11 +49,13 @@ from fusion_node.daemon.admission_core import (
     Session,
     SessionState,
 )
+from fusion_node.daemon.grants_core import EndedGrants, HeldGrant, Over, renews
 from fusion_node.daemon.output_log_core import OutputLog
 from fusion_node.daemon.parts_core import Joined, JoinedPart, cut, header_of, parts_of, slowest, to_dial
 from fusion_node.daemon.taps_core import MAX_TAP_BACKLOG_BYTES, Tap, tap_of
 from fusion_node.engine.session_log_core import Duplicate, LogState, StepFault, StepRows
 from fusion_node.errors import ConfigError
+from fusion_node.grants import Grant
 from fusion_node.types import MonotonicS, PeerId
 from fusion_node.wire import MAX_PAYLOAD_BYTES
 from p2p.identity import short
@@ -66,8 +68,10 @@ from p2p.messages import (
     Cancel,
     CloseSession,
     OpenSession,
+    RenewGrant,
     Replayed,
     Resend,
+    RevokeGrant,
     SessionClosed,
     SessionDraining,
     SessionFailed,
@@ -75,6 +79,7 @@ from p2p.messages import (
     SessionProgress,
     SessionQuery,
     SessionRefused,
+    SessionReleased,
     StageTiming,
     Standing,
     Step,
@@ -153,6 +158,8 @@ MAX_NARROW_CREDIT = 256
 to pay for others that are not."""
 
 LEASE_EXPIRED = "lease-expired"
+
+GRANT_EXPIRED = "grant-expired"
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,6 +282,9 @@ class Serving:
         wire_dtype: plain encoding of the node's numerics.
         open_plan: checks a signed plan.
         sign_lease: gives the signed lease of a session for so many seconds; empty where nobody checks it.
+        open_grant: checks a signed grant, and says how many seconds it has left; None: none is demanded, as in
+            simulations.
+        sign_release: signs what is said at the end of a grant; None: nothing is.
         wait_s: what a step has to wait for the device now, estimated.
         backlog_bytes: that wait to be sent to a peer, or for its acknowledgement.
         standing: how far this member of a group is with a session; None of one that it computes alone.
@@ -293,6 +303,8 @@ class Serving:
         wire_dtype: str,
         open_plan: Callable[[bytes], Plan | Refusal],
         sign_lease: Callable[[Session, float], bytes] = lambda session, lease_s: b"",
+        open_grant: Callable[[bytes], tuple[Grant, float] | Refusal] | None = None,
+        sign_release: Callable[[Over], bytes] | None = None,
         wait_s: Callable[[], float] = lambda: 0.0,
         backlog_bytes: Callable[[PeerId], int] = lambda peer: 0,
         standing: Callable[[Session], Standing | None] = lambda session: None,
@@ -304,6 +316,9 @@ class Serving:
         self._wire_dtype = wire_dtype
         self._open_plan = open_plan
         self._sign_lease = sign_lease
+        self._open_grant = open_grant
+        self._sign_release = sign_release
+        self._ended = EndedGrants()
         self._wait_s = wait_s
         self._backlog_bytes = backlog_bytes
         self._standing = standing
@@ -335,6 +350,10 @@ class Serving:
                 self._open(peer, message, now)
             case CloseSession():
                 self._close(peer, message, now)
+            case RevokeGrant():
+                self._revoke(peer, message)
+            case RenewGrant():
+                self._renew_grant(peer, message, now)
             case SessionQuery():
                 self._answer(peer, message, now)
             case Resend():
@@ -695,6 +714,8 @@ class Serving:
             code, reason = LEASE_EXPIRED, "nothing was heard of the session"
             if session.grace is not None and session.grace.until <= now:
                 code, reason = session.grace.code, session.grace.reason
+            elif session.grant is not None and session.grant.until <= now:
+                code, reason = GRANT_EXPIRED, "the grant of what is held here has run out"
             self._over(session, code, reason, "")
         for session in [each for each in self._with_early if each.early_until is not None and each.early_until <= now]:
             self._keep(session, "gap", "what the rows follow that have come does not come", culprit="", now=now)
@@ -715,6 +736,8 @@ class Serving:
 
     def next_command(self) -> Command | None:
         """Drained one by one, in order."""
+        while self.admission.over:
+            self._tell_released(self.admission.over.popleft())
         return self._commands.popleft() if self._commands else None
 
     # opening and closing
@@ -734,7 +757,7 @@ class Serving:
             self._refuse(peer, message.session, message.epoch, message.stage, refused)
             return
         before = self.admission.held(message.session, user=peer)
-        session = self.admission.open(message, plan, source=peer, now=now)
+        session = self.admission.open(message, plan, source=peer, now=now, grant=self._grant_of(message, now))
         if before is not None and not self.admission.holds(before):
             self._forget(before)
         if isinstance(session, Refused):
@@ -851,6 +874,55 @@ class Serving:
         if session is not None:
             self._forget(session)
             self._commands.append(Send(peer, SessionClosed(message.session, message.epoch)))
+
+    # grants
+
+    def _grant_of(self, message: OpenSession, now: MonotonicS) -> HeldGrant | Refused | None:
+        """The grant that comes with a session, or why it is none; None where none is demanded."""
+        if self._open_grant is None or self.admission.slice is None:
+            return None
+        if not message.grant:
+            return Refused(RefusalCode.NOT_GRANTED, "a slice is held under its user's grant, and none came")
+        opened = self._open_grant(message.grant)
+        if isinstance(opened, Refusal):
+            is_late = opened in (Refusal.EXPIRED, Refusal.FUTURE_DATED)
+            hint = ": compare the clocks of both machines" if is_late else ""
+            return Refused(RefusalCode.NOT_GRANTED, f"the grant is {opened.value}{hint}")
+        grant, left_s = opened
+        if grant in self._ended:
+            return Refused(RefusalCode.NOT_GRANTED, "the grant has ended here already")
+        return HeldGrant(grant, MonotonicS(now + left_s))
+
+    def _renew_grant(self, peer: PeerId, message: RenewGrant, now: MonotonicS) -> None:
+        session = self.admission.held(message.session, user=peer)
+        if session is None or session.grant is None or self._open_grant is None:
+            self.counters["grants_unfit"] += 1
+            return
+        opened = self._open_grant(message.grant)
+        if isinstance(opened, Refusal) or not renews(opened[0], session.grant.grant):
+            self.counters["grants_unfit"] += 1
+            return
+        session.grant, session.lease_envelope = HeldGrant(opened[0], MonotonicS(now + opened[1])), None
+
+    def _revoke(self, peer: PeerId, message: RevokeGrant) -> None:
+        """Of what is not held, or under another grant, nothing is said."""
+        session = self.admission.revoke(message.session, grant=message.grant, source=peer)
+        if session is not None:
+            self.counters["sessions_revoked"] += 1
+            self._forget(session)
+        elif not self.admission.knows(peer, message.session):
+            self.outputs.drop((peer, message.session))
+
+    def _tell_released(self, over: Over) -> None:
+        """Nothing is held under a grant any more, unless a session goes on under it."""
+        grant = over.held.grant
+        if self.admission.is_in_force(grant.grant) or grant in self._ended:
+            return
+        self._ended.add(grant)
+        self.counters["grants_released"] += 1
+        if self._sign_release is not None:
+            message = SessionReleased(over.session, over.epoch, self._sign_release(over))
+            self._commands.append(Send(PeerId(grant.user), message))
 
     def _refuse(self, peer: PeerId, key: bytes, epoch: int, stage: int, refused: Refused, *, culprit: str = "") -> None:
         self.counters["sessions_refused"] += 1

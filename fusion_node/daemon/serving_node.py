@@ -64,6 +64,7 @@ from p2p.compression import FEATURE
 from p2p.connection import Recorder
 from p2p.discovery import Discovery, DiscoveryService
 from p2p.gate import PeerGate
+from p2p.grants import sign_release
 from p2p.identity import Identity
 from p2p.links import LinkPool
 from p2p.messages import FUSION_FEATURE, AnyMessage, Assign, Assigned
@@ -586,6 +587,7 @@ class ServingNode:
             self._admission,
             own_record=self._own_record,
             sign_lease=lambda lease: sign_lease(lease, self._identity),
+            sign_release=lambda release: sign_release(release, self._identity),
             batching=batching,
             pace=self._pace,
             retain_bytes=_retain_bytes(self._config),

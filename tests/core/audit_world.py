@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +32,11 @@ from fusion_node.audit_records import (
     encode_line,
     name_of,
 )
+from fusion_node.grants import Grant
 from fusion_node.slices import Dims, Exchange, exchange_width, exchanges, overlap, split
+from p2p.grants import sign_grant
+from p2p.identity import Identity
+from p2p.records import PROTOCOL_VERSION
 from verification.audit_file import Run
 
 MODEL = "ab" * 32
@@ -45,6 +50,12 @@ def group(start: int, stop: int, peers: str, weights: Sequence[int] = ()) -> Sta
     if len(peers) == 1:
         return StageSeen(start, stop, (peers,))
     return StageSeen(start, stop, tuple(peers), tuple(weights) or (1,) * len(peers))
+
+
+@functools.cache
+def identity_of(name: str) -> Identity:
+    """Who signs for a peer of that name."""
+    return Identity.from_seed(hashlib.blake2b(name.encode(), digest_size=32).digest())
 
 
 @dataclass
@@ -191,6 +202,26 @@ class World:
             run = self.run(receiver)
             self._write(run, msgspec.structs.replace(line, from_=self._number(run, sender)))
 
+    def _granted(self, event: AnyEvent) -> AnyEvent:
+        """With a grant, where a member of a group is opened."""
+        if not isinstance(event, OpenLine) or event.plan is None:
+            return event
+        user, stage = identity_of(event.plan.user), event.plan.stages[event.stage]
+        stages = tuple(
+            msgspec.structs.replace(each, peers=tuple(identity_of(peer).peer_id for peer in each.peers))
+            for each in event.plan.stages
+        )
+        plan = msgspec.structs.replace(event.plan, user=user.peer_id, stages=stages)
+        if len(stage.peers) == 1:
+            return msgspec.structs.replace(event, plan=plan)
+        node = stages[event.stage].peers[event.member]
+        key = hashlib.blake2b(f"{event.epoch} {node}".encode(), digest_size=16).digest()
+        grant = Grant(
+            PROTOCOL_VERSION, key, user.peer_id, node, name_of(self.session), MODEL, stage.start, stage.stop,
+            event.member, stage.weights, 0.0, 1800.0,
+        )  # fmt: skip
+        return msgspec.structs.replace(event, plan=plan, grant=sign_grant(grant, user).hex())
+
     def run(self, peer: str) -> Run:
         if peer not in self.runs:
             self.runs[peer] = Run(f"{peer}.log", peer, sessions={1: name_of(self.session)})
@@ -207,13 +238,15 @@ class World:
         run.events.append(msgspec.structs.replace(line, n=len(run.events) + 1))
 
     def write(self, folder: Path) -> list[Path]:
-        """The logs as files, each named after its party."""
+        """The logs as files, each named after its party; with ids of peers that sign, and the grants of members."""
         paths = []
         for peer, run in self.runs.items():
-            head: list[AnyLine] = [LogLine(VERSION, run.peer, "test", 5.0)]
-            head += [PeerLine(number, name) for number, name in run.peers.items()]
+            head: list[AnyLine] = [LogLine(VERSION, identity_of(run.peer).peer_id, "test", 5.0)]
+            head += [PeerLine(number, identity_of(name).peer_id) for number, name in run.peers.items()]
             head += [SessionLine(number, name) for number, name in run.sessions.items()]
-            events = [msgspec.structs.replace(event, n=number) for number, event in enumerate(run.events, start=1)]
+            events = [
+                msgspec.structs.replace(self._granted(event), n=number) for number, event in enumerate(run.events, 1)
+            ]
             paths.append(folder / f"{peer}.log")
             paths[-1].write_bytes(b"".join(encode_line(line) + b"\n" for line in (*head, *events)))
         return paths

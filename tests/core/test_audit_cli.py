@@ -16,7 +16,8 @@ from fusion_node.cli.audit_view import MAX_BARS, MAX_PLANS, as_html
 from fusion_node.cli.main import app
 from fusion_node.errors import AuditFailed, ConfigError, UnknownModel
 from fusion_node.slices import Dims
-from tests.core.audit_world import DENSE, EXPERTS, MODEL, USER, World, group
+from p2p.identity import short
+from tests.core.audit_world import DENSE, EXPERTS, MODEL, USER, World, group, identity_of
 from verification.audit_core import audit
 from verification.audit_report import CHECK_OF, Kind, Report
 
@@ -57,7 +58,15 @@ def run(world: World, folder: Path, *arguments: str, expect: int = 0) -> str:
         assert result.exception.exit_code == expect
     else:
         assert result.exit_code == 0, result.output
-    return result.stdout
+    return named(result.stdout)
+
+
+def named(text: str) -> str:
+    """With the names of peers in the place of their ids."""
+    for name in ("user", *"abcx"):
+        peer = identity_of(name).peer_id
+        text = text.replace(peer, name).replace(short(peer), f"…{name}")
+    return text
 
 
 def judged(world: World) -> Report:
@@ -70,7 +79,8 @@ def test_a_table_tells_what_each_node_was_sent(tmp_path: Path) -> None:
     assert ["…a", "0:2", "0:48", "50.0%", "50.0%", "48", "100.0%", "own", "slice"] in lines
     assert ["…b", "0:2", "48:72", "25.0%", "25.0%", "48", "100.0%", "own", "slice"] in lines
     assert "closed steps: 3 of 3 (100.0%)" in shown
-    assert shown.count("ok ") == 6
+    assert "released: nobody; not by …a, …b, …c" in shown
+    assert shown.count("ok ") == 7
     assert "FAILED" not in shown
 
 
@@ -79,7 +89,8 @@ def test_what_is_wrong_is_told_with_the_records_and_fails(tmp_path: Path) -> Non
     assert shown.count("FAILED") == 3
     assert "whole state" in shown
     assert "too much" in shown
-    assert re.search(r"path: step 1 .* from …a to …b: the plan has no\s+such way \(a\.log:\d+,\s+b\.log:\d+\)", shown)
+    told = " ".join(shown.split())
+    assert re.search(r"path: step 1 .* from …a to …b: the plan has no such way \(a\.log:\d+, b\.log:\d+\)", told)
 
 
 def test_of_a_node_without_a_log_no_good_is_said(tmp_path: Path) -> None:
@@ -87,7 +98,7 @@ def test_of_a_node_without_a_log_no_good_is_said(tmp_path: Path) -> None:
     files = [path for path in world.write(tmp_path) if path.stem != "b"]
     result = CliRunner().invoke(app, ["audit", *map(str, files), *SIZES])
     assert isinstance(result.exception, AuditFailed)
-    lines = [line.split() for line in result.stdout.splitlines()]
+    lines = [line.split() for line in named(result.stdout).splitlines()]
     assert [line[-2:] for line in lines if line[:1] == ["…b"]] == [["no", "log"]]
     assert [line[-2:] for line in lines if line[:1] == ["…a"]] == [["own", "slice"]]
 
@@ -107,6 +118,17 @@ def test_json_has_all_that_was_found(tmp_path: Path) -> None:
         "a": 0.5, "b": 1.0, "c": 0.25, "x": 0.5,
     }  # fmt: skip
     assert report["counts"] == {"path": 2, "stranger": 1, "whole": 1, "not-own": 1}
+
+
+def test_a_member_that_was_sent_something_without_a_grant_fails_the_audit(tmp_path: Path) -> None:
+    for path in trio().close().write(tmp_path):
+        path.write_text(re.sub(r',"grant":"[0-9a-f]+"', "", path.read_text()))
+    files = sorted(map(str, tmp_path.glob("*.log")))
+    result = CliRunner().invoke(app, ["audit", *files, *SIZES])
+    assert isinstance(result.exception, AuditFailed)
+    told = " ".join(named(result.stdout).split())
+    assert "FAILED who was sent a part of a state in a group had its user's grant for it: 3 findings" in told
+    assert "not-granted: …a was sent 51 parts of states in epoch 0: its open has no grant" in told
 
 
 def test_one_session_of_several_is_chosen_by_its_name(tmp_path: Path) -> None:
@@ -159,7 +181,7 @@ def test_what_became_of_steps_is_told_in_words() -> None:
 
 def test_the_manual_says_of_every_finding_which_check_it_fails() -> None:
     text = (Path(__file__).resolve().parents[2] / "docs" / "audit.md").read_text(encoding="utf-8")
-    told = dict(re.findall(r"^\| `([a-z-]+)` \| (logs|closed|digests|paths|own|whole) \|", text, re.MULTILINE))
+    told = dict(re.findall(r"^\| `([a-z-]+)` \| (logs|closed|digests|paths|own|whole|grants) \|", text, re.MULTILINE))
     assert told == {str(kind): check.name.lower() for kind, check in CHECK_OF.items()}
     assert set(CHECK_OF) == set(Kind)
 

@@ -16,10 +16,13 @@ from fusion_node.cli import speculation_view
 from fusion_node.cli.main import app
 from fusion_node.cli.talk import converse, describe, summary
 from fusion_node.client.generation import Generation, GenerationStats, RepairReport, StageReport
+from fusion_node.client.grants_core import GrantReport
 from fusion_node.client.sampling import SamplingParams
 from fusion_node.client.swarm import SwarmClient
 from fusion_node.errors import ConfigError, NoRoute
-from fusion_node.types import LayerRange, PeerId
+from fusion_node.grants import Grant, Release, ReleaseReason
+from fusion_node.types import LayerRange, PeerId, group_id
+from p2p.identity import Identity
 
 STATS = GenerationStats(
     completion_tokens=3,
@@ -50,6 +53,26 @@ def test_machines_are_told_all_of_a_repair() -> None:
     assert STATS.replayed_positions == 40
 
 
+def granted(number: int, release: bool) -> GrantReport:
+    node = Identity.from_seed(bytes([number + 1]) * 32).peer_id
+    grant = Grant(3, bytes([number]) * 16, "u" * 52, node, "ab" * 8, "ab" * 32, 0, 4, number, (1, 1), 0.0, 60.0)
+    word = Release(
+        3, grant.grant, node, grant.user, grant.session, ReleaseReason.REVOKED, 0, 4, number, (1, 1), 40, 30.0
+    )
+    return GrantReport(grant, True, True, word if release else None)
+
+
+def test_statistics_tell_who_has_released_its_slice_and_who_has_not() -> None:
+    stats = GenerationStats(completion_tokens=3, grants=(granted(0, True), granted(1, False)))
+    silent = stats.grants[1].peer
+    assert summary(stats).endswith(f"\n1 of 2 slices released by their holders; not by …{silent[-8:]} (slice 1/2)")
+    first, second = describe(stats)["grants"]
+    assert (first["slice"], first["layers"], first["is_revoked"]) == ("0/2", "0:4", True)
+    assert (first["released"], first["released_positions"]) == ("revoked", 40)
+    assert (second["peer"], second["released"]) == (silent, None)
+    assert json.loads(json.dumps(describe(stats)))["grants"][0] == first
+
+
 HOSTILE = ("clear\x1b", "[2J, title \x1b]0;", "mine\x07\n", "csi \x9b31m")
 SHOWN = "clear?[2J, title ?]0;mine?\ncsi ?31m\n"
 
@@ -78,6 +101,9 @@ class HostileSwarm:
     def chat(self, messages: list[dict[str, Any]], params: SamplingParams) -> Generation:
         self.asked.append(list(messages))
         return self.generate("", params)
+
+    async def wait_released(self) -> None:
+        pass
 
     async def _pieces(self) -> AsyncGenerator[str, None]:
         if self.error is not None:
@@ -114,6 +140,47 @@ async def test_chat_shows_no_control_characters_on_a_terminal_but_remembers_what
     await converse(cast(SwarmClient, swarm), SamplingParams(), None)
     assert out.getvalue() == 2 * SHOWN
     assert swarm.asked[1][1] == {"role": "assistant", "content": "".join(HOSTILE)}
+
+
+class Revoking(HostileSwarm):
+    """Remembers whom it was told to leave out."""
+
+    def __init__(self, group: PeerId) -> None:
+        super().__init__()
+        self.group = group
+        self.revoked: frozenset[PeerId] = frozenset()
+
+    def generate(self, prompt: str, params: SamplingParams, *, raw: bool = False) -> Generation:
+        stage = StageReport(self.group, LayerRange(0, 4), "cpu", 0.01, 7, 0.07, 0.0)
+        return Generation(self._pieces(), GenerationStats(stages=(stage,)))
+
+    def revoke(self, peer: PeerId) -> None:
+        if len(peer) != 52:
+            raise ConfigError(f"{peer!r} is not a peer id")
+        self.revoked |= {peer}
+
+    def allow_again(self, peer: PeerId) -> None:
+        self.revoked -= {peer}
+
+
+async def test_chat_revokes_members_by_a_part_of_their_id_and_allows_them_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = (granted(number, False).peer for number in (0, 1))
+    swarm = Revoking(group_id([first, second]))
+    lines = ["one", f"/revoke {second[-8:]}", "/revoke", "/revoke 12D3KooW", f"/revoke {first}", f"/allow {first[-6:]}"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join([*lines, "/allow somebody", ""])))
+    await converse(cast(SwarmClient, swarm), SamplingParams(), None)
+    assert swarm.revoked == {second}
+    assert len(swarm.asked) == 1, "commands are no questions"
+    assert capsys.readouterr().err.splitlines() == [
+        f"…{second[-8:]} is revoked",
+        "error: /revoke needs a peer id, or 6 characters of its end",
+        "error: /revoke needs a peer id, or 6 characters of its end",
+        f"…{first[-8:]} is revoked",
+        f"…{first[-8:]} may serve again",
+        f"error: /allow needs one of those that are revoked: …{second[-8:]}",
+    ]
 
 
 async def test_error_in_a_chat_commands_no_terminal(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from fusion_node.types import UnixS
 from fusion_node.wire import SignedEnvelope
+from p2p.grants import open_grant, open_release, sign_grant, sign_release
 from p2p.identity import Identity
 from p2p.records import (
     MAX_CLOCK_SKEW_S,
@@ -35,7 +36,17 @@ from p2p.records import (
     sign_plan,
     sign_record,
 )
-from tests.vectors.make_data_plane import ASSIGNMENT, GROUP_PLAN, INITIATOR, NOW, PLAN, RECORD, RESPONDER
+from tests.vectors.make_data_plane import (
+    ASSIGNMENT,
+    GRANT,
+    GROUP_PLAN,
+    INITIATOR,
+    NOW,
+    PLAN,
+    RECORD,
+    RELEASE,
+    RESPONDER,
+)
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "data_plane.json").read_text())
 MEMBERS = GROUP_PLAN.stages[0].members
@@ -69,6 +80,8 @@ def test_record_and_plan_match_the_vectors() -> None:
         ("plan", sign_plan(PLAN, RESPONDER), open_plan, PLAN),
         ("group_plan", sign_plan(GROUP_PLAN, RESPONDER), open_plan, GROUP_PLAN),
         ("assignment", sign_assignment(ASSIGNMENT, RESPONDER), open_assignment, ASSIGNMENT),
+        ("grant", sign_grant(GRANT, RESPONDER), open_grant, GRANT),
+        ("release", sign_release(RELEASE, INITIATOR), open_release, RELEASE),
     ):
         vector = VECTORS[name]
         assert signed.hex() == vector["envelope"]

@@ -61,6 +61,30 @@ def test_plan_shows_all_members_with_what_they_hold(nodes: Nodes, test_home: Pat
     assert "of 2 that hold slice 1/3 of 0:30" in text
 
 
+async def test_a_revoked_member_deletes_and_signs_while_the_answer_goes_on(
+    nodes: Nodes, test_home: Path, reference: ReferenceModel
+) -> None:
+    async with SwarmClient(
+        MODEL, peers=nodes.addresses[:1], home=test_home, mdns=False, threads=1, topology="fusion", prefix_cache=False
+    ) as client:
+        ids = await client.encode(PROMPT)
+        expected = await asyncio.to_thread(reference.greedy, ids, NUM_TOKENS, ignore_eos=True)
+        answer, revoked = client.generate(PROMPT, GREEDY), PeerId("")
+        async for _ in answer:
+            if not revoked and answer.stats.completion_tokens >= 4:
+                [stage] = answer.stats.stages
+                revoked = members_of(stage.peer)[1]
+                client.revoke(revoked)
+        await client.wait_released(10.0)
+    assert answer.stats.token_ids == expected
+    assert [(repair.cause, repair.peer) for repair in answer.stats.repairs] == [("revoked", revoked)]
+    words = {report.peer: report.release for report in answer.stats.grants}
+    assert len(words) == len(SLICES)
+    assert {peer: word.why for peer, word in words.items() if word is not None} == {
+        peer: "revoked" if peer == revoked else "closed" for peer in words
+    }
+
+
 async def test_answer_of_a_group_is_the_whole_models_and_outlives_a_member_that_is_killed(
     nodes: Nodes, test_home: Path, reference: ReferenceModel
 ) -> None:

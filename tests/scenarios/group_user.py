@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import torch
 
+from fusion_node.audit_records import name_of
 from fusion_node.engine.numerics import numerics_class
 from fusion_node.engine.sliced_stage import SlicedStage
 from fusion_node.engine.tensor_codec import decode_rows, encode_rows
 from fusion_node.errors import PeerUnreachable
+from fusion_node.grants import Grant
 from fusion_node.slices import ModelSlice, split_columns
 from fusion_node.types import LayerRange, PeerId
+from p2p.grants import sign_grant
 from p2p.messages import (
     AnyMessage,
     CloseSession,
@@ -26,7 +31,7 @@ from p2p.messages import (
     StepResult,
     TensorMeta,
 )
-from p2p.records import Plan, PlanMember, PlanStage, sign_plan
+from p2p.records import PROTOCOL_VERSION, Plan, PlanMember, PlanStage, sign_plan
 from tests.scenarios.swarm import CPU, MemorySwarm, Node, Raw, until
 
 
@@ -95,8 +100,32 @@ class GroupUser:
         for index, nodes in enumerate(self.stages):
             for place, node in enumerate(nodes[::-1] if swap else nodes):
                 await self.raw.pool.connect(node.peer, [node.address])
-                message = OpenSession(self.plan.session, self.plan.epoch, index, signed, member=place)
+                message = OpenSession(
+                    self.plan.session, self.plan.epoch, index, signed, member=place, grant=self.granted(index, node)
+                )
                 self.raw.pool.send(node.peer, msgspec.structs.replace(message, **changes))
+
+    def granted(self, stage: int, node: Node, /, **changes: object) -> bytes:
+        """A new grant for a member, signed; empty for a node of whole layers."""
+        place, slice_ = self.plan.stages[stage], node.admission.slice
+        if slice_ is None:
+            return b""
+        now = time.time()
+        fields: dict[str, object] = {
+            "version": PROTOCOL_VERSION,
+            "grant": secrets.token_bytes(16),
+            "user": self.raw.peer,
+            "node": node.peer,
+            "session": name_of(self.plan.session),
+            "model_id": self.plan.model_id,
+            "start": place.start,
+            "stop": place.stop,
+            "member": slice_.index,
+            "weights": slice_.weights,
+            "issued_at": now,
+            "expires_at": now + 600.0,
+        }
+        return sign_grant(Grant(**(fields | changes)), self.raw.identity)  # type: ignore[arg-type]
 
     def replan(self, **changes: object) -> None:
         """A plan of the next epoch, with the stages as they are now."""

@@ -29,6 +29,7 @@ from fusion_node.types import LayerRange, ModelId, PeerId
 from p2p.audit_log import AuditLog
 from p2p.compression import FEATURE
 from p2p.discovery import DiscoveryConfig
+from p2p.grants import sign_release
 from p2p.identity import Identity
 from p2p.links import LinkPool
 from p2p.memory import MemoryNetwork, MemoryWorld
@@ -215,6 +216,7 @@ class MemorySwarm:
             admission,
             own_record=lambda: made.record(),
             sign_lease=lambda lease: sign_lease(lease, identity),
+            sign_release=lambda release: sign_release(release, identity),
             clock=clock,
         )
         pool = LinkPool(

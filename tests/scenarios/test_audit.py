@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from fusion_node.cli.audit import STATEMENTS
 from fusion_node.client.answer_core import Opened, Prefix
 from fusion_node.engine.boundary import Boundary
 from fusion_node.slices import Dims
@@ -45,7 +46,7 @@ def judged(folder: Path, dims: Dims) -> Report:
     for path in sorted(folder.glob("*.log")):
         with path.open("rb") as file:
             runs += read_runs(path.name, file)
-    return audit(runs, dict.fromkeys(models_in(runs), dims))
+    return audit(runs, dict.fromkeys(models_in(runs), dims), statements=STATEMENTS)
 
 
 @asynccontextmanager

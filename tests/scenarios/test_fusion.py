@@ -35,6 +35,7 @@ from fusion_node.store import ModelStore, StoredModel
 from fusion_node.types import LayerRange, PeerId, group_id, members_of
 from p2p.compression import FEATURE
 from p2p.discovery import DiscoveryConfig
+from p2p.grants import sign_release
 from p2p.identity import Identity
 from p2p.links import LinkPool
 from p2p.memory import MemoryNetwork
@@ -156,6 +157,7 @@ class Fusion:
             admission,
             own_record=record,
             sign_lease=lambda lease: sign_lease(lease, identity),
+            sign_release=lambda release: sign_release(release, identity),
             clock=clock,
         )
         features = (FEATURE,) if place is None else (FEATURE, FUSION_FEATURE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TypeAlias
@@ -12,6 +13,7 @@ import pytest
 from fusion_node.engine.architectures import load_config
 from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.sliced_layer import fusion_dims
+from fusion_node.store import ModelStore
 from tests.engine.tiny import TinyModel
 from tests.scenarios.swarm import MemorySwarm, memory_swarm
 from tests.scenarios.test_audit import judged
@@ -51,6 +53,10 @@ def played(model: TinyModel, boundary: Boundary, home: Path, tmp_path: Path) -> 
     return play
 
 
+def contents(folder: Path) -> dict[Path, str]:
+    return {path: path.read_text() for path in folder.glob("*.log")}
+
+
 @pytest.mark.parametrize("speculation", ["off", "tree"])
 async def test_a_member_that_is_killed_is_replaced_and_every_step_closes(played: Play, speculation: str) -> None:
     expected: list[str] = []
@@ -79,3 +85,62 @@ async def test_a_member_that_is_killed_is_replaced_and_every_step_closes(played:
     assert session.num_replays > 0
     sent = {node.peer: node.largest_fraction for node in session.nodes}
     assert [sent[peer] for peer in expected] == [0.5, 0.5, *[pytest.approx(1 / 3)] * 4]
+
+
+async def test_a_revoked_member_releases_and_a_grant_that_is_not_the_users_is_found(
+    played: Play, home: Path, tmp_path: Path
+) -> None:
+    """One answer, whose logs are then changed at both ends, as parties would that agree on a lie."""
+    who: dict[str, str] = {}
+
+    async def work(fusion: Recorded) -> None:
+        nodes = await fusion.group("0:4", "0/3", "1/3", "2/3")
+        spare = await fusion.node("0:4", "1/3", ms=5.0)
+        client = await fusion.client(prefix_cache=False)
+
+        def revoke(count: int) -> None:
+            if count == 5:
+                client.revoke(nodes[1].peer)
+
+        stats = await answer(client, on_piece=revoke)
+        assert [repair.cause for repair in stats.repairs] == ["revoked"]
+        who.update(first=nodes[0].peer, revoked=nodes[1].peer, last=nodes[2].peer, spare=spare.peer)
+
+    report = await played(work)
+    assert report.passed, report.findings
+    (session,) = report.sessions
+    assert {node.peer: node.released for node in session.nodes} == {
+        who["first"]: "closed",
+        who["revoked"]: "revoked",
+        who["last"]: "closed",
+        who["spare"]: "closed",
+    }
+    dims = fusion_dims(load_config(ModelStore(home).find("tiny")))
+    logs = contents(tmp_path)
+    grants = sorted({found for text in logs.values() for found in re.findall(r'"grant":"([0-9a-f]{100,})"', text)})
+    releases = sorted({found for text in logs.values() for found in re.findall(r'"release":"([0-9a-f]+)"', text)})
+    assert len(grants) == 6, "of three members in the first epoch, and of three in the second"
+    assert len(releases) >= 4
+
+    def found(bend: Callable[[str], str]) -> set[str]:
+        for path, text in logs.items():
+            path.write_text("\n".join(map(bend, text.splitlines())) + "\n")
+        return set(judged(tmp_path, dims).counts)
+
+    assert found(lambda line: line) == set()
+    for grant in grants:
+        assert found(lambda line, g=grant: line.replace(f',"grant":"{g}"', "")) >= {"not-granted"}
+        forged = f"{grant[:-2]}{int(grant[-2:], 16) ^ 1:02x}"
+        assert found(lambda line, g=grant, f=forged: line.replace(g, f)) >= {"not-granted"}
+    for grant, other in zip(grants, grants[1:] + grants[:1], strict=True):
+        assert found(lambda line, g=grant, o=other: line.replace(g, o)) >= {"not-granted"}
+    for release in releases:
+        forged = f"{release[:-2]}{int(release[-2:], 16) ^ 1:02x}"
+        assert found(lambda line, r=release, f=forged: line.replace(r, f)) == {"bad-release"}
+
+    def late(line: str) -> str:
+        """As if the answer had gone on for long after its grants had been signed, and they had never been renewed."""
+        pattern = r'("is":"(?:step|partials)","n":\d+,"ms":)(\d+)'
+        return re.sub(pattern, lambda m: f"{m[1]}{int(m[2]) + 2_000_000}", line)
+
+    assert found(late) >= {"not-granted"}

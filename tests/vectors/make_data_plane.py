@@ -16,7 +16,10 @@ from typing import Any
 
 import msgspec
 
+from fusion_node.audit_records import name_of
+from fusion_node.grants import Grant, Release, ReleaseReason
 from fusion_node.types import UnixS
+from p2p.grants import sign_grant, sign_release
 from p2p.identity import Identity
 from p2p.link_messages import Ack, AnyLinkMessage, Goodbye, Hello, Ping, Pong, encode_link_message
 from p2p.messages import (
@@ -30,8 +33,10 @@ from p2p.messages import (
     OpenSession,
     Partials,
     PartialsEntry,
+    RenewGrant,
     Replayed,
     Resend,
+    RevokeGrant,
     SessionClosed,
     SessionDraining,
     SessionFailed,
@@ -39,6 +44,7 @@ from p2p.messages import (
     SessionProgress,
     SessionQuery,
     SessionRefused,
+    SessionReleased,
     StageTiming,
     StatusReply,
     StatusRequest,
@@ -212,6 +218,10 @@ MESSAGES: tuple[tuple[AnyMessage, bytes], ...] = (
         Partials(11, 3, (PartialsEntry(alias_of(SESSION, 0), 21, 1), PartialsEntry(alias_of(SESSION, 1), 70_000, 2))),
         bytes(range(24)),
     ),
+    (OpenSession(SESSION, 0, 1, b"plan", member=2, grant=b"grant"), b""),
+    (RenewGrant(SESSION, 1, b"grant"), b""),
+    (RevokeGrant(SESSION, 1, bytes(range(32, 48))), b""),
+    (SessionReleased(SESSION, 1, b"release"), b""),
     (CloseSession(SESSION, 0), b""),
     (CloseSession(SESSION, 0, retain=True), b""),
     (SessionClosed(SESSION, 0), b""),
@@ -229,6 +239,35 @@ ASSIGNMENT = Assignment(
     stop=20,
     issued_at=NOW,
     expires_at=NOW + 60.0,
+)
+
+GRANT = Grant(
+    version=PROTOCOL_VERSION,
+    grant=bytes(range(32, 48)),
+    user=RESPONDER.peer_id,
+    node=INITIATOR.peer_id,
+    session=name_of(SESSION),
+    model_id="ab" * 32,
+    start=0,
+    stop=30,
+    member=0,
+    weights=(2, 1),
+    issued_at=NOW,
+    expires_at=NOW + 1800.0,
+)
+RELEASE = Release(
+    version=PROTOCOL_VERSION,
+    grant=GRANT.grant,
+    node=INITIATOR.peer_id,
+    user=RESPONDER.peer_id,
+    session=GRANT.session,
+    why=ReleaseReason.CLOSED,
+    start=0,
+    stop=30,
+    member=0,
+    weights=(2, 1),
+    num_positions=640,
+    issued_at=NOW + 1.0,
 )
 
 
@@ -371,6 +410,12 @@ def vectors() -> dict[str, Any]:
             "opened_at": NOW + 1,
             "envelope": sign_assignment(ASSIGNMENT, RESPONDER).hex(),
             "fields": _plain(ASSIGNMENT),
+        },
+        "grant": {"opened_at": NOW + 1, "envelope": sign_grant(GRANT, RESPONDER).hex(), "fields": _plain(GRANT)},
+        "release": {
+            "opened_at": NOW + 1,
+            "envelope": sign_release(RELEASE, INITIATOR).hex(),
+            "fields": _plain(RELEASE),
         },
     }
 
