@@ -147,6 +147,13 @@ class GrantBook:
             each.report = replace(each.report, is_ended=True)
             self._tell(each)
 
+    def refused(self, session: bytes, peer: PeerId) -> None:
+        """That member has not opened the session: nothing was ever held under its grant."""
+        for each in self._of(session, peer):
+            del self._issued[each.report.grant.grant]
+            self._forget(each)
+            self._tell(each)
+
     def renewals(self, now: UnixS) -> list[tuple[PeerId, RenewGrant]]:
         """Grants that have half of their time left, with a later end, and to whom they are to be sent."""
         if self.renew_at is None or now < self.renew_at:
@@ -217,11 +224,13 @@ class GrantBook:
     def _make_room(self) -> None:
         while len(self._issued) > MAX_GRANTS:
             ended = (key for key, each in self._issued.items() if each.report.is_ended)
-            gone = self._issued.pop(next(ended, next(iter(self._issued))))
-            of_session = self._of_session[gone.session]
-            of_session.remove(gone)
-            if not of_session:
-                del self._of_session[gone.session]
+            self._forget(self._issued.pop(next(ended, next(iter(self._issued)))))
+
+    def _forget(self, gone: _Issued) -> None:
+        of_session = self._of_session[gone.session]
+        of_session.remove(gone)
+        if not of_session:
+            del self._of_session[gone.session]
 
 
 def _later(grant: Grant, now: UnixS) -> Grant:

@@ -44,6 +44,7 @@ from fusion_node.wire import WireError, printable
 from p2p.identity import short
 from p2p.messages import (
     DTYPE_BYTES,
+    MEMBER_UNREACHABLE,
     NOT_RETAINED,
     SUCCESSOR_UNREACHABLE,
     AnyMessage,
@@ -213,6 +214,7 @@ class Groups:
         open_lease: see SessionCore; None: leases are not looked at.
         grant: see IssueGrant; None: members are sent none.
         on_closed: is told of every session that a member is told to close and not to keep.
+        on_refused: is told of every session that a member has not opened at all.
     """
 
     def __init__(
@@ -224,6 +226,7 @@ class Groups:
         open_lease: OpenLease | None = None,
         grant: IssueGrant | None = None,
         on_closed: Callable[[bytes, PeerId], None] = lambda session, member: None,
+        on_refused: Callable[[bytes, PeerId], None] = lambda session, member: None,
     ) -> None:
         self._hidden_size = hidden_size
         self._wire_dtype = wire_dtype
@@ -231,6 +234,7 @@ class Groups:
         self._open_lease = open_lease
         self._grant = grant
         self._on_closed = on_closed
+        self._on_refused = on_refused
         self._plan: Plan | None = None
         self._by_id: dict[PeerId, _Group] = {}
         self._of_member: dict[PeerId, _Group] = {}
@@ -491,6 +495,8 @@ class Groups:
         return f"member {short(member)}: {printable(reason)}"[:512]
 
     def _receive_refused(self, group: _Group, source: PeerId, message: SessionRefused) -> list[Said]:
+        if message.code not in (SUCCESSOR_UNREACHABLE, MEMBER_UNREACHABLE):  # it had opened it by then
+            self._on_refused(message.session, source)
         if message.code == SUCCESSOR_UNREACHABLE and group.stage + 1 < len(self._present.stages):
             self._suspect(source, PeerId(message.culprit))  # one of the two, and the session finds out
         else:

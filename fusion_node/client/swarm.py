@@ -603,6 +603,7 @@ class SwarmClient:
             open_lease=_open_lease,
             grant=grant,
             on_closed=self.grants.ended,
+            on_refused=self.grants.refused,
         )
 
     def _core_of(self, answer: Answer, make_plan: MakePlan, speculation: SpeculationCore | None = None) -> AnswerCore:

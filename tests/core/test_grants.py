@@ -291,3 +291,15 @@ def test_a_book_remembers_a_bounded_number_and_forgets_what_has_ended_first(user
         if number < 10:
             users.book.ended(session, PeerId(NODE.peer_id))
     assert [report.grant for report in users.book.reports(SESSION)] == [alive]
+
+
+def test_of_a_member_that_has_refused_nothing_is_asked(users: Users) -> None:
+    refused, other = users.issue(0), users.issue(1)
+    users.book.refused(SESSION, NODE.peer_id)
+    assert [report.grant for report in users.told[-1]] == [other]
+    users.book.ended(SESSION, NODE.peer_id)
+    assert users.book.awaited() == []
+    assert users.book.revoke(NODE.peer_id) == []
+    assert users.release(refused) is None
+    again = users.issue(0)
+    assert [report.grant for report in users.book.reports(SESSION)] == [other, again]

@@ -186,6 +186,18 @@ async def test_a_member_that_is_killed_has_released_nothing(fusion: Fusion) -> N
     assert of(stats, nodes[0].peer).release is not None
 
 
+async def test_of_a_member_that_refuses_no_release_is_waited_for(fusion: Fusion) -> None:
+    nodes = await fusion.group("0:4", "0/2", "1/2")
+    spare = await fusion.node("0:4", "1/2", ms=5.0)
+    client = await fusion.client(prefix_cache=False)
+    nodes[1].admission.paused = "it is somebody else's turn"
+    stats = await answer(client)
+    await client.wait_released(20.0)
+    assert peers(stats) == [ids([nodes[0], spare])]
+    assert {report.peer for report in stats.grants} == {nodes[0].peer, spare.peer}
+    assert all(report.release is not None for report in stats.grants)
+
+
 LAYERS = LayerRange(0, 4)
 
 
