@@ -10,28 +10,32 @@ in every layer come the exchanges (fusion_node.slices), each of the longest way 
 member sends to all others at the rates of its legs, and of what messages cost.
 
 Guarantees: every group keeps the user's rules in each of its members, has no peer twice, no two peers that are not to
-talk to one another, and, where the user wants that, no two of one operator. The same input gives the same groups. What
-is searched is bounded.
+talk to one another or, by the user's rules, not to stand beside one another, and, where the user wants that, no two of
+one operator. The same input gives the same groups. What is searched is bounded.
 
 Assumes: members compute at the same time, so a layer waits for the slowest. Source: docs/design.md, "Groups". Still
 ugly: the exchanges of several sessions share messages, which the cost of a full route does not know.
+
+Above 600 lines: who may be a member, which of them are best together, and why nobody is for a slice come from one pass
+over the holders, and have to agree.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from fusion_node.errors import ConfigError
-from fusion_node.slices import Dims, Exchange, exchange_width, exchanges, split
+from fusion_node.slices import Dims, Exchange, ModelSlice, exchange_width, exchanges, split
 from fusion_node.types import LayerRange, PeerId, group_id, is_group, members_of
 from scheduler.cost_model import Workload, compute_s_per_layer, seconds_per_layer
 from scheduler.leg_table import BulkLegs, Floats
-from scheduler.plans import Avoid, Reason, Rejection
+from scheduler.plans import Avoid, Planned, Reason, Rejection, Uncovered
 from scheduler.rules import Rules
 from scheduler.topology import SPEED_ROWS, Candidate, Leg, Legs, Speed
 
@@ -49,6 +53,15 @@ MAX_ROUNDS = 4
 
 MAX_EXCHANGED = 2
 """Groups that come out beside the best for each of its members, with another in its place."""
+
+MAX_PLACED = 5000
+"""Members that are tried in a search for any way that keeps the rules."""
+
+_SHARED_S = 1e9
+"""What a slice counts for where it is a part of what is held: such ranges come after what is held as it is."""
+
+MAX_EDGES = 16
+"""First and last layers of holders of one split that are combined to ranges which all slices are held of."""
 
 VALUE_BYTES = 4
 """Of what members exchange: binary32."""
@@ -79,6 +92,10 @@ class SliceHolder:
     def layers(self) -> LayerRange:
         return self.candidate.layers
 
+    @property
+    def place(self) -> ModelSlice:
+        return ModelSlice(self.index, self.weights)
+
 
 @dataclass(frozen=True, slots=True)
 class MissingSlice:
@@ -101,14 +118,16 @@ class Formed:
     Attributes:
         groups: candidates, best first for each layer range and split.
         weights: of each group, by its id.
-        rejections: holders that may be in no group.
+        rejections: holders that may be in no group, or in none for a part of their layers.
         missing: of layer ranges and splits of which no group could be formed.
+        num_left_out: groups that keep the rules as well and are none of these: see ``form_groups``.
     """
 
     groups: tuple[Candidate, ...] = ()
     weights: dict[PeerId, tuple[int, ...]] = field(default_factory=dict)
     rejections: tuple[Rejection, ...] = ()
     missing: tuple[MissingSlice, ...] = ()
+    num_left_out: int = 0
 
 
 def form_groups(
@@ -120,23 +139,34 @@ def form_groups(
     rules: Rules,
     avoid: Avoid,
     num_members: int | None = None,
+    is_thorough: bool = False,
 ) -> Formed:
     """All groups that are worth planning with.
 
     Args:
         legs: between nodes.
         num_members: of each group, at least 2; None: any number above that.
+        is_thorough: with all ways to choose the members that are looked at, up to MAX_WAYS: of use where no route leads
+            over the best ones, because their members are needed elsewhere, or may not stand beside one another.
     """
     table = _Table(legs, dims, workload, rules, avoid)
     usable: list[SliceHolder] = []
     rejected: list[tuple[SliceHolder, Rejection]] = []
     for holder in sorted(holders, key=lambda each: (each.peer, each.layers, each.weights, each.index)):
         rejection = _why_not(holder, table, num_members)
-        if rejection is None:
+        if rejection is not None:
+            rejected.append((holder, rejection))
+            continue
+        for part in (rules.ownership.parts(holder.candidate, holder.place)) if not rules.ownership.allows_all else ():
+            if not part.is_allowed:
+                refused = Rejection(holder.peer, part.layers, Reason.RULE, part.why)
+                rejected.append((holder, refused))
+        if rules.ownership.allows_all:
             usable.append(holder)
         else:
-            rejected.append((holder, rejection))
-    groups: dict[PeerId, Candidate] = {}
+            usable += [_over(holder, each) for each in rules.ownership.allowed(holder.candidate, holder.place)]
+    groups: dict[tuple[PeerId, LayerRange], Candidate] = {}
+    num_left_out = 0
     weights_of: dict[PeerId, tuple[int, ...]] = {}
     missing: list[MissingSlice] = []
     turned_away: dict[tuple[tuple[int, ...], int], list[tuple[SliceHolder, Rejection]]] = {}
@@ -155,13 +185,41 @@ def form_groups(
                 MissingSlice(layers, k, weights, _why_missing(layers, turned_away.get((weights, k), ()))) for k in gaps
             ]
             continue
-        found = _best_groups(by_index, layers, weights, table)
-        if not found:
-            missing.append(MissingSlice(layers, 0, weights, "held only together with others that your rules exclude"))
-        for candidate in found:
-            groups.setdefault(candidate.peer, candidate)
-            weights_of[candidate.peer] = weights
-    return Formed(tuple(groups.values()), weights_of, tuple(rejection for _, rejection in rejected), tuple(missing))
+        found = _Choice(by_index, layers, weights, table)
+        best = found.groups(is_thorough)
+        num_left_out += found.num_left_out
+        if not best:
+            missing.append(MissingSlice(layers, *found.why_none()))
+        for candidate in best:
+            # An id stands for one group: the same peers with another split are another one.
+            if weights_of.setdefault(candidate.peer, weights) == weights:
+                groups.setdefault((candidate.peer, layers), candidate)
+            else:
+                num_left_out += 1
+    rejections = tuple(rejection for _, rejection in rejected)
+    return Formed(tuple(groups.values()), weights_of, rejections, tuple(missing), num_left_out)
+
+
+def plan_with(
+    form: Callable[[bool], Formed], plan: Callable[[Formed], Planned | Uncovered]
+) -> tuple[Planned | Uncovered, Formed]:
+    """A plan with the groups that are worth it, and where they do not do, with all that were looked at.
+
+    Args:
+        form: see ``form_groups``; takes whether to be thorough.
+    """
+    formed = form(False)
+    answer = plan(formed)
+    if isinstance(answer, Uncovered) and formed.num_left_out:
+        formed_again = form(True)
+        again = plan(formed_again)
+        if isinstance(again, Planned):
+            return again, formed_again
+    return answer, formed
+
+
+def _over(holder: SliceHolder, layers: LayerRange) -> SliceHolder:
+    return holder if layers == holder.layers else replace(holder, candidate=replace(holder.candidate, layers=layers))
 
 
 def _splits(
@@ -178,8 +236,32 @@ def _splits(
     for holder in usable:
         costs = best.setdefault((holder.layers, holder.weights), [math.inf] * len(holder.weights))
         costs[holder.index] = min(costs[holder.index], _alone(holder, table)[0])
+    for key in _shared_ranges(usable):
+        best.setdefault(key, [_SHARED_S] * len(key[1]))
     order = sorted(best, key=lambda key: (sum(map(math.isinf, best[key])), max(best[key]), key))
     return sorted(order[:MAX_SPLITS])
+
+
+def _shared_ranges(usable: Iterable[SliceHolder]) -> list[tuple[LayerRange, tuple[int, ...]]]:
+    """Ranges that all slices of a split are held of, and none of them alone: where one holder's layers begin and
+    another's end."""
+    of_split: dict[tuple[int, ...], dict[int, set[LayerRange]]] = {}
+    for holder in usable:
+        of_split.setdefault(holder.weights, {}).setdefault(holder.index, set()).add(holder.layers)
+    found = []
+    for weights, held in of_split.items():
+        if len(held) < len(weights):
+            continue
+        ranges = {layers for each in held.values() for layers in each}
+        starts = sorted({layers.start for layers in ranges})[:MAX_EDGES]
+        stops = sorted({layers.stop for layers in ranges}, reverse=True)[:MAX_EDGES]
+        found += [
+            (shared, weights)
+            for shared in (LayerRange(start, stop) for start in starts for stop in stops if start < stop)
+            if shared not in ranges
+            and all(any(r.start <= shared.start and shared.stop <= r.stop for r in each) for each in held.values())
+        ]
+    return found
 
 
 class GroupLegs:
@@ -255,6 +337,7 @@ class _Table:
         self.legs, self.workload, self.rules, self.avoid = legs, workload, rules, avoid
         self._dims = dims
         self._widths: dict[tuple[int, ...], Floats | str] = {}
+        self._columns: dict[tuple[int, ...], tuple[tuple[int, int], ...]] = {}
         self._pairs = avoid.pairs | {(other, one) for one, other in avoid.pairs}
 
     def problem(self, weights: tuple[int, ...]) -> str:
@@ -269,6 +352,11 @@ class _Table:
             raise ConfigError(found)
         return found
 
+    def columns(self, weights: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+        """Of the hidden state, that each member holds."""
+        self.widths(weights)
+        return self._columns[weights]
+
     def _widths_of(self, weights: tuple[int, ...]) -> Floats | str:
         known = self._widths.get(weights)
         if known is None:
@@ -277,6 +365,7 @@ class _Table:
             except ConfigError as error:
                 known = str(error)
             else:
+                self._columns[weights] = tuple((each.columns.start, each.columns.stop) for each in bounds)
                 known = VALUE_BYTES * np.array(
                     [[exchange_width(self._dims, owner, each) for owner in bounds] for each in self.exchanges],
                     dtype=np.float64,
@@ -288,8 +377,24 @@ class _Table:
     def exchanges(self) -> tuple[Exchange, ...]:
         return exchanges(self._dims)
 
-    def may_talk(self, one: PeerId, other: PeerId) -> bool:
-        return (one, other) not in self._pairs
+    def why_apart(self, one: SliceHolder, other: SliceHolder) -> str | None:
+        """Why two may not be members of one group, for people; None when they may."""
+        if one.peer == other.peer:
+            return "one node would hold two slices"
+        if (one.peer, other.peer) in self._pairs:
+            return "two nodes that do not reach one another"
+        operator = one.candidate.operator
+        if self.rules.one_shard_per_operator and operator and operator == other.candidate.operator:
+            return "distinct operators"
+        if not self.rules.ownership.has_pairs:
+            return None
+        between = abs(one.index - other.index) - 1
+        return self.rules.ownership.are_apart(one.candidate, other.candidate, num_between=between)
+
+    def kind(self, holder: SliceHolder) -> tuple[object, ...]:
+        """Holders of one slice of which this is the same are alike to all rules on who is in a group with whom."""
+        operator = holder.candidate.operator if self.rules.one_shard_per_operator else ""
+        return operator, *self.rules.ownership.kinds(holder.candidate)
 
     def exchange(self, members: Sequence[SliceHolder], weights: tuple[int, ...]) -> Speed:
         """What the exchanges of a layer take, for 1, 16 and 256 rows."""
@@ -335,7 +440,7 @@ def _why_not(holder: SliceHolder, table: _Table, num_members: int | None) -> Rej
         return reject(Reason.AVOIDED, "failed or refused lately")
     if math.isinf(table.legs.leg(None, candidate.peer).one_way_s + table.legs.leg(candidate.peer, None).one_way_s):
         return reject(Reason.UNREACHABLE, "cannot be reached")
-    if (rule := table.rules.rejects(candidate)) is not None:
+    if (rule := table.rules.rejects(candidate, holder.place)) is not None:
         return reject(Reason.RULE, rule)
     if candidate.kv_free_positions < table.workload.num_positions:
         room = candidate.kv_free_positions
@@ -344,12 +449,16 @@ def _why_not(holder: SliceHolder, table: _Table, num_members: int | None) -> Rej
 
 
 HELD_BY_NOBODY = "held by nobody"
+HELD_BY_NOBODY_ALLOWED = "held by nobody whom your rules allow"
 _WHY_MISSING = {
     Reason.NO_ROOM: "held without room for the session",
-    Reason.RULE: "held by nobody whom your rules allow",
+    Reason.RULE: HELD_BY_NOBODY_ALLOWED,
     Reason.AVOIDED: "held by nobody who has not failed lately",
     Reason.UNREACHABLE: "held by nobody who can be reached",
 }
+
+MAX_TOLD = 3
+"""Of the rules that leave nobody for a slice."""
 
 
 def _why_missing(layers: LayerRange, turned_away: Iterable[tuple[SliceHolder, Rejection]]) -> str:
@@ -357,60 +466,135 @@ def _why_missing(layers: LayerRange, turned_away: Iterable[tuple[SliceHolder, Re
     Args:
         turned_away: holders of the slice.
     """
-    reasons = {rejection.reason for holder, rejection in turned_away if _holds(holder, layers)}
-    return next((why for reason, why in _WHY_MISSING.items() if reason in reasons), HELD_BY_NOBODY)
+    about = [each for holder, each in turned_away if _holds(holder, layers) and _touches(each.layers, layers)]
+    reasons = {rejection.reason for rejection in about}
+    why = next((why for reason, why in _WHY_MISSING.items() if reason in reasons), HELD_BY_NOBODY)
+    if why != HELD_BY_NOBODY_ALLOWED:
+        return why
+    told = Counter(each.text for each in about if each.reason is Reason.RULE).most_common(MAX_TOLD)
+    return f"{why} ({', '.join(f'{count} × {text}' for text, count in told)})"
 
 
-def _best_groups(
-    by_index: Sequence[Sequence[SliceHolder]], layers: LayerRange, weights: tuple[int, ...], table: _Table
-) -> list[Candidate]:
-    """The best group over these layers, then those that differ from it in one member; none where no way keeps the
-    rules."""
-    chosen_from = [sorted(found, key=lambda each: _alone(each, table))[:MAX_PER_SLICE] for found in by_index]
-    known: dict[tuple[PeerId, ...], tuple[float, Candidate] | None] = {}
+def _touches(one: LayerRange, other: LayerRange) -> bool:
+    """Whether two ranges have a layer in common."""
+    return one.start < other.stop and other.start < one.stop
 
-    def form(members: Sequence[SliceHolder]) -> tuple[float, Candidate] | None:
+
+class _Choice:
+    """Who of the holders of each slice of some layers are a group.
+
+    Args:
+        by_index: holders of each slice.
+    """
+
+    def __init__(
+        self,
+        by_index: Sequence[Sequence[SliceHolder]],
+        layers: LayerRange,
+        weights: tuple[int, ...],
+        table: _Table,
+    ) -> None:
+        self._layers, self._weights, self._table = layers, weights, table
+        self._chosen_from = [self._best_of(holders) for holders in by_index]
+        self._known: dict[tuple[PeerId, ...], tuple[float, Candidate] | None] = {}
+        self.num_left_out = 0
+
+    def groups(self, is_thorough: bool) -> list[Candidate]:
+        """The best, then those that differ from it in one member, or all, by what they cost; none where no way keeps
+        the rules."""
+        best = self._search()
+        if best is None:
+            return []
+        found = [self._form(best)]
+        for k in range(len(best)):
+            others = [
+                self._form([*best[:k], other, *best[k + 1 :]]) for other in self._chosen_from[k] if other is not best[k]
+            ]
+            found += sorted((each for each in others if each is not None), key=_by_value)[:MAX_EXCHANGED]
+        kept = {each[1].peer: each for each in found if each is not None}
+        everybody = {each[1].peer: each for each in self._known.values() if each is not None}
+        if is_thorough:
+            kept = dict(sorted(everybody.items(), key=lambda each: _by_value(each[1]))[:MAX_WAYS])
+        self.num_left_out = len(everybody.keys() - kept.keys())
+        return [candidate for _, candidate in sorted(kept.values(), key=_by_value)]
+
+    def why_none(self) -> tuple[int, tuple[int, ...], str]:
+        """Where no way keeps the rules: of two slices one, with the rule that most often parts their holders."""
+        why: Counter[tuple[int, str]] = Counter()
+        slices: dict[tuple[int, str], set[int]] = {}
+        for one, other in itertools.combinations(itertools.chain.from_iterable(self._chosen_from), 2):
+            if one.index != other.index and (text := self._table.why_apart(one, other)) is not None:
+                for index in (one.index, other.index):
+                    why[index, text] += 1
+                    slices.setdefault((index, text), set()).update((one.index, other.index))
+        if not why:
+            return 0, self._weights, "held only together with others that your rules exclude"
+        (index, text), _ = max(why.items(), key=lambda each: (each[1], -each[0][0], each[0][1]))
+        others = ", ".join(f"{ModelSlice(each, self._weights)}" for each in sorted(slices[index, text] - {index}))
+        return index, self._weights, f"held only beside holders of {others} that your rules exclude ({text})"
+
+    def _best_of(self, holders: Sequence[SliceHolder]) -> list[SliceHolder]:
+        """Those that cost least by themselves; of those that rules on pairs tell apart, each kind has its turn."""
+        turns: dict[tuple[object, ...], int] = {}
+        ranked = []
+        for holder in sorted(holders, key=lambda each: _alone(each, self._table)):
+            kind = self._table.kind(holder)
+            turns[kind] = turns.get(kind, -1) + 1
+            ranked.append((turns[kind], holder))
+        kept = [holder for _, holder in sorted(ranked, key=lambda each: each[0])[:MAX_PER_SLICE]]
+        return sorted(kept, key=lambda each: _alone(each, self._table))
+
+    def _form(self, members: Sequence[SliceHolder]) -> tuple[float, Candidate] | None:
         key = tuple(each.peer for each in members)
-        if key not in known:
-            known[key] = _form(members, layers, weights, table)
-        return known[key]
+        if key not in self._known:
+            self._known[key] = _form(members, self._layers, self._weights, self._table)
+        return self._known[key]
 
-    best = _search(chosen_from, form)
-    if best is None:
-        return []
-    found = [form(best)]
-    for k in range(len(best)):
-        others = [form([*best[:k], other, *best[k + 1 :]]) for other in chosen_from[k] if other is not best[k]]
-        found += sorted((each for each in others if each is not None), key=_by_value)[:MAX_EXCHANGED]
-    return [candidate for _, candidate in sorted((each for each in found if each is not None), key=_by_value)]
+    def _search(self) -> list[SliceHolder] | None:
+        if math.prod(map(len, self._chosen_from)) <= MAX_WAYS:
+            all_ways = [
+                (found[0], list(members))
+                for members in itertools.product(*self._chosen_from)
+                if (found := self._form(members))
+            ]
+            return min(all_ways, key=lambda way: way[0])[1] if all_ways else None
+        best = self._any_way()
+        if best is None:
+            return None
+        for _ in range(MAX_ROUNDS):
+            before = list(best)
+            for k, holders in enumerate(self._chosen_from):
+                ways = [[*best[:k], other, *best[k + 1 :]] for other in holders]
+                best = min(ways, key=lambda way: math.inf if (each := self._form(way)) is None else each[0])
+            if best == before:
+                break
+        return best
+
+    def _any_way(self) -> list[SliceHolder] | None:
+        """The first way that keeps the rules, found by trying member after member and going back where nobody fits."""
+        chosen: list[SliceHolder] = []
+        left = [iter(self._chosen_from[0])]
+        num_placed = 0
+        while left and num_placed < MAX_PLACED:
+            holder = next(left[-1], None)
+            num_placed += 1
+            if holder is None:
+                left.pop()
+                if chosen:
+                    chosen.pop()
+                continue
+            if any(self._table.why_apart(each, holder) for each in chosen):
+                continue
+            if len(chosen) + 1 < len(self._chosen_from):
+                chosen.append(holder)
+                left.append(iter(self._chosen_from[len(chosen)]))
+            elif self._form([*chosen, holder]) is not None:
+                return [*chosen, holder]
+        return None
 
 
 def _by_value(found: tuple[float, Candidate]) -> tuple[float, PeerId]:
     return found[0], found[1].peer
-
-
-def _search(
-    chosen_from: Sequence[Sequence[SliceHolder]],
-    form: Callable[[Sequence[SliceHolder]], tuple[float, Candidate] | None],
-) -> list[SliceHolder] | None:
-    if math.prod(map(len, chosen_from)) <= MAX_WAYS:
-        all_ways = [
-            (found[0], list(members)) for members in itertools.product(*chosen_from) if (found := form(members))
-        ]
-        return min(all_ways, key=lambda way: way[0])[1] if all_ways else None
-    best: list[SliceHolder] = []
-    for number in range(len(chosen_from[0])):  # not every first way keeps the rules
-        best = [holders[number % len(holders)] for holders in chosen_from]
-        if form(best) is not None:
-            break
-    for _ in range(MAX_ROUNDS):
-        before = list(best)
-        for k, holders in enumerate(chosen_from):
-            ways = [[*best[:k], other, *best[k + 1 :]] for other in holders]
-            best = min(ways, key=lambda way: math.inf if (each := form(way)) is None else each[0])
-        if best == before:
-            break
-    return best if form(best) is not None else None
 
 
 def _alone(holder: SliceHolder, table: _Table) -> tuple[float, PeerId]:
@@ -427,12 +611,9 @@ def _form(
     """A group, and the seconds of a step by which it is compared; None where these may be none."""
     nodes = tuple(each.candidate for each in members)
     peers = [node.peer for node in nodes]
-    operators = [node.operator for node in nodes if node.operator]
-    if len(set(peers)) < len(peers) or group_id(peers) in table.avoid.peers:
+    if group_id(peers) in table.avoid.peers:
         return None
-    if table.rules.one_shard_per_operator and len(set(operators)) < len(operators):
-        return None
-    if not all(table.may_talk(one, other) for one, other in itertools.combinations(peers, 2)):
+    if any(table.why_apart(one, other) for one, other in itertools.combinations(members, 2)):
         return None
     group = Candidate(
         peer=group_id(peers),
@@ -449,6 +630,8 @@ def _form(
         note="; ".join(f"{node.peer[-8:]} {node.note}" for node in nodes if node.note),
         members=tuple(replace(node, layers=layers) for node in nodes),
         exchange=table.exchange(members, weights),
+        weights=weights,
+        columns=table.columns(weights),
     )
     way_s = max(table.legs.leg(None, peer).one_way_s for peer in peers)
     way_s += max(table.legs.leg(peer, None).one_way_s for peer in peers)
@@ -459,9 +642,11 @@ def _form(
 __all__ = [
     "EXCHANGE_MESSAGE_S",
     "HELD_BY_NOBODY",
+    "HELD_BY_NOBODY_ALLOWED",
     "Formed",
     "GroupLegs",
     "MissingSlice",
     "SliceHolder",
     "form_groups",
+    "plan_with",
 ]

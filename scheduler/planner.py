@@ -10,7 +10,8 @@ Guarantees: a route covers every layer once and keeps every rule, no peer is in 
 not in it is told why. The same input gives the same answer, in whatever order the candidates come.
 
 A fusion group is a candidate like any other (scheduler.groups). Groups that have a member in common exclude one
-another, and rules hold for each member.
+another, and rules hold for each member. Rules on who owns what (scheduler.ownership) cut candidates to the layers that
+they may serve, and take away the legs between stages that may not be neighbours.
 
 Above 600 lines: who may be searched, what is searched, and why each of the others does not serve come from one pass
 over the candidates, and have to agree.
@@ -22,6 +23,7 @@ import bisect
 import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -262,9 +264,15 @@ def _field(ask: _Ask, candidates: Iterable[Candidate], known_before: Iterable[Ca
         elif candidate.kv_free_positions < ask.workload.num_positions:
             room = candidate.kv_free_positions
             reject(candidate, Reason.NO_ROOM, f"has room for {room} of {ask.workload.num_positions} positions")
-            without_room.append(cut)
+            owned, others = _owned(ask, cut, cuts)
+            without_room += owned
+            against_rules += [part for part, reason, _ in others if reason is Reason.RULE]
         else:
-            usable.append(cut)
+            owned, others = _owned(ask, cut, cuts)
+            usable += owned
+            against_rules += [part for part, reason, _ in others if reason is Reason.RULE]
+            for part, reason, text in others:
+                reject(part, reason, text)
     unsearched: list[Candidate] = []
     if len(usable) > ask.max_candidates:
         usable, unsearched = _most_promising(ask, usable)
@@ -272,9 +280,34 @@ def _field(ask: _Ask, candidates: Iterable[Candidate], known_before: Iterable[Ca
             reject(candidate, Reason.NOT_SEARCHED, f"{ask.max_candidates} others are nearer or faster")
     for stage in ask.pinned:
         believed = known.get(stage.peer, Candidate(stage.peer, stage.layers, Speed(0.0, 0.0, 0.0), 0))
-        usable.append(replace(believed, layers=stage.layers))
+        usable.append(_over(believed, stage.layers))
     usable.sort(key=lambda c: (c.peer, c.layers))
     return _Field(tuple(usable), tuple(without_room), tuple(against_rules), tuple(rejections), tuple(unsearched))
+
+
+def _owned(
+    ask: _Ask, cut: Candidate, cuts: Sequence[int]
+) -> tuple[list[Candidate], list[tuple[Candidate, Reason, str]]]:
+    """The parts of a candidate that may be stages by the rules on who owns what, and the others, with the reason."""
+    ownership = ask.rules.ownership
+    if ownership.allows_all:
+        return [cut], []
+    owned: list[Candidate] = []
+    others = [(_over(cut, part.layers), Reason.RULE, part.why) for part in ownership.parts(cut) if not part.is_allowed]
+    for layers in ownership.allowed(cut):
+        part = _over(cut, layers)
+        found = _cut(part, cuts, ask.num_layers)
+        if found is None:
+            others.append((part, Reason.OUTSIDE, f"may serve {layers}: no stage can begin there"))
+        else:
+            owned.append(found)
+    return owned, others
+
+
+def _over(candidate: Candidate, layers: LayerRange) -> Candidate:
+    """The same over other layers, a group with all of its members."""
+    members = tuple(replace(member, layers=layers) for member in candidate.members)
+    return replace(candidate, layers=layers, members=members)
 
 
 def _gap(ask: _Ask, found: _Field) -> Uncovered | None:
@@ -303,10 +336,9 @@ def _merge(candidates: Iterable[Candidate]) -> list[Candidate]:
     merged: list[Candidate] = []
     for c in sorted(candidates, key=lambda c: (c.peer, c.layers, c.kv_free_positions, c.queue_s, c.speed.rows_1_s)):
         last = merged[-1] if merged else None
-        if last is not None and last.peer == c.peer and c.layers.start <= last.layers.stop:
+        if last is not None and (last.peer, last.weights) == (c.peer, c.weights) and c.layers.start <= last.layers.stop:
             merged[-1] = replace(
-                last,
-                layers=LayerRange(last.layers.start, max(last.layers.stop, c.layers.stop)),
+                _over(last, LayerRange(last.layers.start, max(last.layers.stop, c.layers.stop))),
                 speed=Speed(
                     max(last.speed.rows_1_s, c.speed.rows_1_s),
                     max(last.speed.rows_16_s, c.speed.rows_16_s),
@@ -330,7 +362,7 @@ def _cut(candidate: Candidate, cuts: Sequence[int], num_layers: int) -> Candidat
     if first >= last:
         return None
     layers = LayerRange(cuts[first], cuts[last])
-    return candidate if layers == candidate.layers else replace(candidate, layers=layers)
+    return candidate if layers == candidate.layers else _over(candidate, layers)
 
 
 def _most_promising(ask: _Ask, usable: Sequence[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
@@ -372,7 +404,8 @@ class _Board:
         self.nodes = found.usable
         self._ask, self._field = ask, found
         self._goal, self.scale = _goal(ask)
-        self._space = _space(ask, self.nodes)
+        self._barred = ask.rules.ownership.not_handing(self.nodes)
+        self._space = _space(ask, self.nodes, self._barred)
         self._limits = _limits(ask.rules, self.nodes)
         self._shortest = through(self._space)
         self._floors = self._floor_values(self._shortest)
@@ -471,7 +504,11 @@ class _Board:
     def _rejection(self, index: int, value: float | None) -> Rejection:
         node = self.nodes[index]
         if math.isinf(self._floors[index]):
-            return Rejection(node.peer, node.layers, Reason.NO_WAY, "no complete route leads through it")
+            reason, text = Reason.NO_WAY, "no complete route leads through it"
+            if math.isfinite(self._free_floors[index]):
+                reason, text = Reason.RULE, f"{text} that keeps your rules"
+                text += f": {why}" if (why := self._why_barred(index)) else ""
+            return Rejection(node.peer, node.layers, reason, text)
         way = self._shortest.route(index)
         via, breach = self.stages(way), self._limits.breach(way)
         if value is None:
@@ -494,6 +531,21 @@ class _Board:
             via,
         )
 
+    @cached_property
+    def _free_floors(self) -> Floats:
+        """As the floors, if everybody might hand on to everybody by the rules."""
+        return self._shortest.cost if self._barred is None else through(_space(self._ask, self.nodes, None)).cost
+
+    def _why_barred(self, index: int) -> str | None:
+        """Which rule keeps a node from handing on to another, or to be handed to; None where it is not that node."""
+        if self._barred is None:
+            return None
+        ownership, node = self._ask.rules.ownership, self.nodes[index]
+        for other in np.flatnonzero(self._barred[index]).tolist():
+            if other != index and (why := ownership.why_not_handing(node, self.nodes[other])) is not None:
+                return why
+        return None
+
 
 def _goal(ask: _Ask) -> tuple[Goal, float]:
     """What the search makes small, and by what its value is multiplied to be in the unit of the objective.
@@ -513,14 +565,18 @@ def _goal(ask: _Ask) -> tuple[Goal, float]:
             return Goal(weight=workload.num_chunks - 1, base_seconds=workload.user_prefill_s), 1.0
 
 
-def _space(ask: _Ask, nodes: Sequence[Candidate]) -> Space:
+def _space(ask: _Ask, nodes: Sequence[Candidate], barred: Bools | None) -> Space:
+    """
+    Args:
+        barred: which nodes may not hand on to one another [N, N]; None: all may.
+    """
     workload = ask.workload
     is_prefill = ask.objective is Objective.FIRST_TOKEN and workload.num_chunks > 0
     sent_bytes = workload.chunk_rows * workload.row_bytes if is_prefill else workload.step_payload_bytes
     returned_bytes = workload.row_bytes if is_prefill else workload.returned_payload_bytes
     enter = [ask.ways(c.peer)[0] for c in nodes]
     leave = [ask.ways(c.peer)[1] for c in nodes]
-    one_way_s, rate_Bps = _handing(ask, nodes)
+    one_way_s, rate_Bps = _handing(ask, nodes, barred)
     hand_payload_s = sent_bytes / np.maximum(rate_Bps, 1.0)
     queue_s = np.array([max(c.queue_s, 0.0) for c in nodes])
     rows = workload.chunk_rows if is_prefill else float(workload.step_rows)
@@ -561,7 +617,7 @@ def _space(ask: _Ask, nodes: Sequence[Candidate]) -> Space:
     return Space(seconds, busy, allowed, cuts)
 
 
-def _handing(ask: _Ask, nodes: Sequence[Candidate]) -> tuple[Floats, Floats]:
+def _handing(ask: _Ask, nodes: Sequence[Candidate], barred: Bools | None) -> tuple[Floats, Floats]:
     """Seconds one way and B/s from node to node [N, N]; infinite where rows cannot go."""
     starts = np.array([c.layers.start for c in nodes])
     stops = np.array([c.layers.stop for c in nodes])
@@ -570,6 +626,8 @@ def _handing(ask: _Ask, nodes: Sequence[Candidate]) -> tuple[Floats, Floats]:
     peers = [c.peer for c in nodes]
     numbers = np.unique(peers, return_inverse=True)[1]
     needed &= numbers[:, None] != numbers
+    if barred is not None:
+        needed &= ~barred
     if ask.avoid.pairs:
         at: dict[PeerId, list[int]] = {}
         for index, candidate in enumerate(nodes):

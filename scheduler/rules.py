@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fusion_node.slices import ModelSlice
 from fusion_node.types import PeerId
+from scheduler.ownership import NO_OWNERSHIP, WHOLE, Ownership
 from scheduler.topology import Candidate
 
 
@@ -24,6 +26,7 @@ class Rules:
         max_route_price: that all stages together may ask for a million positions; None: any.
         max_stages: of a route; None: any number.
         revoked_peers: never those: the user has withdrawn what they held.
+        ownership: who may hold which slices of which layers, and who may not stand beside whom.
     """
 
     allow_peers: frozenset[PeerId] = frozenset()
@@ -40,11 +43,19 @@ class Rules:
     max_route_price: float | None = None
     max_stages: int | None = None
     revoked_peers: frozenset[PeerId] = frozenset()
+    ownership: Ownership = NO_OWNERSHIP
 
-    def rejects(self, candidate: Candidate) -> str | None:
-        """Why a candidate may serve no stage, for people; None when it may. A group may when each member may."""
-        if candidate.members:
-            return next((why for member in candidate.members if (why := self.rejects(member))), None)
+    def rejects(self, candidate: Candidate, place: ModelSlice = WHOLE) -> str | None:
+        """Why a candidate may serve no stage, for people; None when it may, be it with some of its layers alone (see
+        Ownership.allowed). A group may when each member may.
+
+        Args:
+            place: the slice that a node holds.
+        """
+        why = next((why for node in candidate.nodes if (why := self._rejects_node(node))), None)
+        return why if why is not None or self.ownership.allows_all else self.ownership.rejects(candidate, place)
+
+    def _rejects_node(self, candidate: Candidate) -> str | None:
         if candidate.peer in self.revoked_peers:
             return "you have revoked this peer"
         if candidate.peer in self.deny_peers:

@@ -49,6 +49,8 @@ class Candidate:
         note: for people, why it ranks below what it claims; empty when it does not.
         members: of a fusion group (scheduler.groups), as each of them is believed; empty: it is one node.
         exchange: what the members' exchanges add to each layer, beside what they compute; None: nothing.
+        weights: by which the members of a group share its layers (fusion_node.slices), in their order.
+        columns: ``[start, stop)`` of the hidden state that each of them holds.
     """
 
     peer: PeerId
@@ -63,6 +65,8 @@ class Candidate:
     note: str = ""
     members: tuple[Candidate, ...] = ()
     exchange: Speed | None = None
+    weights: tuple[int, ...] = ()
+    columns: tuple[tuple[int, int], ...] = ()
 
     @property
     def nodes(self) -> tuple[Candidate, ...]:

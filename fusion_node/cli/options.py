@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from fusion_node.client.ownership_file import read_ownership
 from fusion_node.client.sampling import SamplingParams
 from fusion_node.client.user_rules import UserRules, check_members, topology_of
 from fusion_node.errors import ConfigError
@@ -122,6 +123,15 @@ MaxPrice = Annotated[
     float | None, typer.Option("--max-price", metavar="PRICE", help="That a node may ask, in the swarm's unit.")
 ]
 MaxStages = Annotated[int | None, typer.Option("--max-stages", metavar="N", help="Over so many nodes at most.")]
+OwnershipFileName = Annotated[
+    Path | None,
+    typer.Option(
+        "--ownership",
+        metavar="FILE",
+        help="Who may hold which slices of which layers, and who may not stand beside whom (docs/fusion.md). Read "
+        "again when it changes: who is no longer allowed is revoked.",
+    ),
+]
 TopologyName = Annotated[
     str,
     typer.Option(
@@ -274,6 +284,12 @@ def user_rules(
         max_price=max_price,
         max_stages=max_stages,
     )
+
+
+def check_ownership(path: Path | None) -> None:
+    """Raises ConfigError for an ownership file that is wrong, before anything heavy is loaded."""
+    if path is not None:
+        read_ownership(path)
 
 
 def check_topology(topology: str, members: int | None) -> None:

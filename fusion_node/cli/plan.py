@@ -24,6 +24,7 @@ from fusion_node.cli.options import (
     Model,
     Numerics,
     ObjectiveName,
+    OwnershipFileName,
     Peers,
     PuzzleBits,
     SwarmKeyFile,
@@ -31,6 +32,7 @@ from fusion_node.cli.options import (
     TopologyName,
     UserIdentity,
     Wire,
+    check_ownership,
     check_topology,
     read_identity,
     user_rules,
@@ -78,6 +80,7 @@ def plan(
     distinct_operators: DistinctOperators = False,
     max_price: MaxPrice = None,
     max_stages: MaxStages = None,
+    ownership: OwnershipFileName = None,
     topology: TopologyName = "pipeline",
     members: Members = None,
     threads: Threads = None,
@@ -89,6 +92,7 @@ def plan(
     """Show who would serve an answer of MODEL now, why, with what speed, and why the others would not."""
     configure_logs(LogFormat.AUTO, quiet=True)
     rules = user_rules(allow, deny, distinct_operators, max_price, max_stages)
+    check_ownership(ownership)
     check_topology(topology, members)
     from fusion_node.client.swarm import SwarmClient
 
@@ -107,6 +111,7 @@ def plan(
             identity=read_identity(identity),
             objective=objective,
             rules=rules,
+            ownership=ownership,
             topology=topology,
             members=members,
         ) as swarm:
@@ -188,6 +193,8 @@ def _stages(view: PlanView) -> Iterator[str]:
         else:
             yield from _wrapped(f"{number}. {_described(stage)}", indent="   ", first="")
         yield from _wrapped(f"{stage.round_trip_ms:.3g} ms away; {stage.why or 'chosen'}", indent="   ")
+        if stage.ownership:
+            yield from _wrapped(f"allowed by {stage.ownership}", indent="   ")
         for member in stage.members:
             yield from _member(member)
         if stage.note and not stage.members:
@@ -212,6 +219,8 @@ def _member(member: MemberView) -> Iterator[str]:
     yield from _wrapped(
         f"{member.round_trip_ms:.3g} ms away, computes {_ms(member.compute_ms)} ms; {member.why}", indent="      "
     )
+    if member.ownership:
+        yield from _wrapped(f"allowed by {member.ownership}", indent="      ")
     if member.note:
         yield from _wrapped(f"slower than it says: {member.note}", indent="      ")
 

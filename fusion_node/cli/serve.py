@@ -29,6 +29,7 @@ from fusion_node.cli.options import (
     Model,
     Numerics,
     ObjectiveName,
+    OwnershipFileName,
     Peers,
     PuzzleBits,
     SharedPrefixCache,
@@ -38,6 +39,7 @@ from fusion_node.cli.options import (
     TopologyName,
     UserIdentity,
     Wire,
+    check_ownership,
     check_topology,
     emulated_line,
     read_identity,
@@ -72,6 +74,7 @@ def serve(
     distinct_operators: DistinctOperators = False,
     max_price: MaxPrice = None,
     max_stages: MaxStages = None,
+    ownership: OwnershipFileName = None,
     topology: TopologyName = "pipeline",
     members: Members = None,
     threads: Threads = None,
@@ -88,6 +91,7 @@ def serve(
     """Offer MODEL, served by a swarm, at an OpenAI-compatible HTTP endpoint until Ctrl-C."""
     configure_logs(log_format, verbose=verbose)
     rules = user_rules(allow, deny, distinct_operators, max_price, max_stages)
+    check_ownership(ownership)
     check_topology(topology, members)
     host, port = parse_listen(listen)
     if port:
@@ -116,6 +120,7 @@ def serve(
         draft_model=draft_model,
         emulated_line=emulated_line(emulate_rtt, emulate_jitter, emulate_rate),
         rules=rules,
+        ownership=ownership,
         topology=topology,
         members=members,
     )

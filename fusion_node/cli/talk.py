@@ -33,6 +33,7 @@ from fusion_node.cli.options import (
     Model,
     Numerics,
     ObjectiveName,
+    OwnershipFileName,
     Peers,
     PrefixCache,
     PuzzleBits,
@@ -48,6 +49,7 @@ from fusion_node.cli.options import (
     TopP,
     UserIdentity,
     Wire,
+    check_ownership,
     check_topology,
     emulated_line,
     read_identity,
@@ -105,6 +107,7 @@ def generate(
     distinct_operators: DistinctOperators = False,
     max_price: MaxPrice = None,
     max_stages: MaxStages = None,
+    ownership: OwnershipFileName = None,
     topology: TopologyName = "pipeline",
     members: Members = None,
     threads: Threads = None,
@@ -120,6 +123,7 @@ def generate(
     """Answer one PROMPT with MODEL, served by a swarm."""
     configure_logs(LogFormat.AUTO, quiet=True)
     rules = user_rules(allow, deny, distinct_operators, max_price, max_stages)
+    check_ownership(ownership)
     check_topology(topology, members)
     line = emulated_line(emulate_rtt, emulate_jitter, emulate_rate)
     params = sampling(max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop)
@@ -152,6 +156,7 @@ def generate(
             emulated_line=line,
             audit=audit,
             rules=rules,
+            ownership=ownership,
             topology=topology,
             members=members,
         ) as swarm:
@@ -203,6 +208,7 @@ def chat(
     distinct_operators: DistinctOperators = False,
     max_price: MaxPrice = None,
     max_stages: MaxStages = None,
+    ownership: OwnershipFileName = None,
     topology: TopologyName = "pipeline",
     members: Members = None,
     threads: Threads = None,
@@ -218,6 +224,7 @@ def chat(
     """Talk with MODEL. An empty line or Ctrl-D ends; /new starts over; /revoke PEER withdraws what a node holds."""
     configure_logs(LogFormat.AUTO, quiet=True)
     rules = user_rules(allow, deny, distinct_operators, max_price, max_stages)
+    check_ownership(ownership)
     check_topology(topology, members)
     line = emulated_line(emulate_rtt, emulate_jitter, emulate_rate)
     params = sampling(max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, None)
@@ -242,6 +249,7 @@ def chat(
             emulated_line=line,
             audit=audit,
             rules=rules,
+            ownership=ownership,
             topology=topology,
             members=members,
         ) as swarm:

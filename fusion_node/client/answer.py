@@ -36,6 +36,7 @@ from p2p.compression import Packed, Packing
 from p2p.identity import short
 from p2p.messages import FUSION_FEATURE, AnyMessage, CloseSession, StepResult, StepTaps, TensorMeta
 from p2p.records import PlanMember, dialled_at
+from scheduler.ownership import OwnershipBreach
 
 CONNECT_S = 6.0
 """For a link to a node: as long as measuring one may take."""
@@ -89,6 +90,10 @@ class Routes(Protocol):
 
     def is_revoked(self, peer: PeerId) -> bool:
         """Whether the user has revoked a node, or a member of a group."""
+        ...
+
+    def breaches(self, places: Sequence[Place]) -> tuple[OwnershipBreach, ...]:
+        """Who is in these places against the user's rules on who may own what, as they are now."""
         ...
 
 
@@ -198,12 +203,23 @@ class AnswerShell:
         """Goes on without a node, or a member of a group, that is told to drop what it has of the answer."""
         self._guard(lambda: self._revoke(peer))
 
-    def _revoke(self, peer: PeerId) -> None:
+    def obey(self) -> None:
+        """The rules on who may own what are others now: goes on without those who are where they may not be."""
+        self._guard(self._obey)
+
+    def _obey(self) -> None:
+        for places in (self.core.places, self.core.next_places):
+            for breach in self._routes.breaches(places):
+                log.info("revoked by a rule", peer=short(breach.peer), reason=breach.why)
+                self._revoke(breach.peer, breach.why)
+
+    def _revoke(self, peer: PeerId, why: str = "") -> None:
         if any(peer in members_of(place.peer) for place in self.core.places) and self.core.session:
             self._send_to(peer, CloseSession(self.core.session, self.core.epoch))
         self._groups.lost(peer)
+        told = f"node {short(peer)} is revoked: {why}" if why else f"you have revoked node {short(peer)}"
         for each in (peer, *self._groups.groups_of(peer)):
-            self.core.revoke(each, PeerRevoked(each, f"you have revoked node {short(peer)}"), now=self._now())
+            self.core.revoke(each, PeerRevoked(each, told), now=self._now())
 
     # what comes from outside
 

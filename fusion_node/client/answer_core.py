@@ -296,6 +296,7 @@ class AnswerCore:
         speculation: grows the answer as a token tree: it is told here when it may send and when not, and what the
             stages have; ``append`` is not used then.
         taps: layers whose rows the speculation wants of some nodes.
+        is_allowed: whether a route keeps the user's rules. Alternates are asked for one by one, and before.
 
     Attributes:
         places: of the present route.
@@ -317,8 +318,10 @@ class AnswerCore:
         patience_s: float = ROUTE_PATIENCE_S,
         speculation: SpeculationCore | None = None,
         taps: Sequence[int] = (),
+        is_allowed: Callable[[Sequence[Place]], bool] = lambda places: True,
     ) -> None:
         self._taps = tuple(taps)
+        self._is_allowed = is_allowed
         self.places: tuple[Place, ...] = ()
         self._num_prompt = self._num_positions = num_prompt
         self._row_size = row_size
@@ -378,6 +381,11 @@ class AnswerCore:
     @property
     def num_computed(self) -> int:
         return 0 if self._session is None else self._session.num_computed
+
+    @property
+    def next_places(self) -> tuple[Place, ...]:
+        """Of a route that is being connected to."""
+        return () if self._next is None else self._next.places
 
     @property
     def is_open(self) -> bool:
@@ -1034,7 +1042,7 @@ class AnswerCore:
             places += found
         peers = [place.peer for place in places]
         pairs = {(min(a, b), max(a, b)) for a, b in itertools.pairwise(peers)}
-        if pairs & avoid_pairs or not self._fits(tuple(places)):
+        if pairs & avoid_pairs or not self._fits(tuple(places)) or not self._is_allowed(places):
             return None
         return tuple(places)
 

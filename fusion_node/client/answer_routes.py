@@ -36,6 +36,7 @@ from fusion_node.types import LayerRange, MonotonicS, PeerId
 from p2p.identity import short
 from p2p.messages import StageTiming
 from p2p.records import PlanMember, PlanStage
+from scheduler.ownership import OwnershipBreach
 
 LOOK_EVERY_S = 30.0
 """Between two looks at the swarm for alternates while an answer is under way: half of what a record is valid for. Once
@@ -199,7 +200,7 @@ class AnswerRoutes:
         """See Routes."""
         for _ in range(MAX_FINDS):
             found = await self._find(wants, present)
-            if not any(self.is_revoked(place.peer) for place in found.places):
+            if not any(self.is_revoked(place.peer) for place in found.places) and not self.breaches(found.places):
                 return found
         raise NoRoute("nodes were revoked while a route over them was planned: ask again")
 
@@ -288,6 +289,10 @@ class AnswerRoutes:
         elif has_looked:
             self._look_every_s = min(max(2 * self._look_every_s, ALTERNATES_EVERY_S), MAX_LOOK_EVERY_S)
         self._lacking = lacking
+
+    def breaches(self, places: Sequence[Place]) -> tuple[OwnershipBreach, ...]:
+        """See Routes."""
+        return self._router.breaches(self._planned(places))
 
     def _places(self, planned: Planned) -> tuple[Place, ...]:
         places = []

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from fusion_node.client.connection import MeasuredNode
-from fusion_node.slices import ModelSlice
+from fusion_node.slices import Dims, ModelSlice, split
 from fusion_node.types import LayerRange, PeerId, is_group, members_of
 from scheduler.groups import Formed, SliceHolder
 from scheduler.plans import Planned, Reason, Rejection, Uncovered
@@ -33,29 +33,59 @@ def with_members(
 
 
 def kept_candidates(
-    stages: Iterable[tuple[MeasuredNode, LayerRange]], holders: Iterable[SliceHolder]
+    stages: Iterable[tuple[MeasuredNode, LayerRange]], holders: Iterable[SliceHolder], dims: Dims | None
 ) -> list[Candidate]:
     """Groups that stay, as candidates whose members nobody else may have, and whose price counts.
 
     Args:
         holders: of slices, as they announce themselves now: perhaps not any more.
+        dims: sizes of the model's layers.
     """
     known = {holder.peer: holder.candidate for holder in holders}
-    unknown = Speed(0.0, 0.0, 0.0)
     found = []
     for group, layers in stages:
-        members = tuple(
-            replace(known[peer], layers=layers) if peer in known else Candidate(peer, layers, unknown, 0)
-            for peer in members_of(group.peer)
-        )
-        if group.members:
-            price = sum(member.price for member in members)
-            found.append(Candidate(group.peer, layers, unknown, 0, price=price, members=members))
+        if not group.members:
+            continue
+        stage = stage_candidate(group, layers, dims)
+        members = tuple(replace(known.get(each.peer, each), layers=layers) for each in stage.members)
+        found.append(replace(stage, members=members, price=sum(member.price for member in members)))
     return found
 
 
+def stage_candidate(node: MeasuredNode, layers: LayerRange, dims: Dims | None) -> Candidate:
+    """A stage of a route as the rules see it: whose it is, and which slices and columns its members hold.
+
+    Args:
+        dims: sizes of the model's layers.
+    """
+    nodes = tuple(
+        Candidate(
+            each.peer,
+            layers,
+            Speed(0.0, 0.0, 0.0),
+            0,
+            operator=each.record.operator,
+            region=each.record.region,
+            price=each.record.price,
+        )
+        for each in node.members or (node,)
+    )
+    if not node.members:
+        return nodes[0]
+    bounds = () if dims is None else split(dims, node.weights)
+    return Candidate(
+        node.peer,
+        layers,
+        Speed(0.0, 0.0, 0.0),
+        0,
+        members=nodes,
+        weights=tuple(node.weights),
+        columns=tuple((each.columns.start, each.columns.stop) for each in bounds),
+    )
+
+
 def rejections_of_members(
-    answer: Planned | Uncovered, holders: Iterable[SliceHolder], formed: Formed
+    answer: Planned | Uncovered, holders: Sequence[SliceHolder], formed: Formed
 ) -> list[Rejection]:
     """Why each candidate does not serve: of nodes that hold slices, instead of why each group of them does not."""
     serving = {peer for stage in answer.route for peer in members_of(stage.peer)} if isinstance(answer, Planned) else ()
@@ -65,7 +95,13 @@ def rejections_of_members(
         for peer in members_of(each.peer) if is_group(each.peer) else ():
             with_it.setdefault(peer, each)
     found = [each for each in answer.rejections if not is_group(each.peer)] + list(formed.rejections)
-    told = {each.peer for each in formed.rejections}
+    # Who is kept from a part of its layers has a reason for the others too.
+    told = {each.peer for each in formed.rejections} - {
+        holder.peer
+        for holder in holders
+        for each in formed.rejections
+        if each.peer == holder.peer and each.layers != holder.layers
+    }
     for holder in holders:
         if holder.peer not in told and holder.peer not in serving:
             told.add(holder.peer)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from fusion_node.client.connection import MeasuredNode
+from fusion_node.client.group_members import stage_candidate
 from fusion_node.client.routing import Explained, Look, Planned
 from fusion_node.client.topology import coordinate_of
 from fusion_node.client.user_rules import UserRules
@@ -19,6 +20,7 @@ from fusion_node.store import StoredModel
 from fusion_node.types import LayerRange, PeerId
 from fusion_node.wire import printable
 from scheduler.cost_model import LegCost, compute_s_per_layer
+from scheduler.ownership import WHOLE, Ownership
 from scheduler.plans import Alternate, Objective, Topology
 from scheduler.plans import Planned as PlannedRoute
 from scheduler.topology import LegSource
@@ -75,7 +77,7 @@ class MemberView(msgspec.Struct, frozen=True):
         columns, heads, channels: ``[start, stop)`` of the hidden state's columns, the query heads and the MLP's
             channels (of every expert) that are its own.
         kv_heads: that its query heads read; one that others' read too is kept by each.
-        round_trip_ms, compute_ms, queue_ms, is_measured, why, note: as in PlannedStageView, of its share.
+        round_trip_ms, compute_ms, queue_ms, is_measured, why, note, ownership: as in PlannedStageView, of its share.
     """
 
     peer: str
@@ -94,6 +96,7 @@ class MemberView(msgspec.Struct, frozen=True):
     is_measured: bool
     why: str
     note: str
+    ownership: str = ""
 
 
 class PlannedStageView(msgspec.Struct, frozen=True):
@@ -110,6 +113,8 @@ class PlannedStageView(msgspec.Struct, frozen=True):
         why: it was chosen.
         note: how its measured speed falls short of what it announces; empty when it does not.
         alternate: None when nothing could take its place.
+        ownership: which rule lets it hold its layers; empty where there are none on that, and of a group, whose members
+            have theirs.
     """
 
     peer: str
@@ -128,6 +133,7 @@ class PlannedStageView(msgspec.Struct, frozen=True):
     alternate: AlternateView | None
     members: tuple[MemberView, ...] = ()
     exchange_ms: float = 0.0
+    ownership: str = ""
 
 
 class RejectedView(msgspec.Struct, frozen=True):
@@ -242,7 +248,7 @@ def view_of(
     cost = plan.cost
     return msgspec.structs.replace(
         view,
-        stages=_stages(plan, explained, explained.found, dims),
+        stages=_stages(plan, explained, explained.found, dims, rules.ownership),
         legs=_legs(cost.legs, look),
         user_ms=_ms(cost.user_step_s),
         ms_per_token=_ms(cost.seconds_per_token),
@@ -258,7 +264,7 @@ def view_of(
 
 
 def _stages(
-    plan: PlannedRoute, explained: Explained, found: Planned, dims: Dims | None
+    plan: PlannedRoute, explained: Explained, found: Planned, dims: Dims | None, ownership: Ownership
 ) -> tuple[PlannedStageView, ...]:
     notes = _notes(explained)
     views = []
@@ -281,15 +287,21 @@ def _stages(
                 why=_text(plan.reasons[index]) if index < len(plan.reasons) else "",
                 note=notes.get(peer, ""),
                 alternate=_alternate(plan.alternates[index]) if index < len(plan.alternates) else None,
-                members=_members(node, layers, explained, dims, notes),
+                members=_members(node, layers, explained, dims, notes, ownership),
                 exchange_ms=_ms(cost.exchange_s),
+                ownership="" if node.members else _lets(ownership, node, layers, WHOLE),
             )
         )
     return tuple(views)
 
 
 def _members(
-    group: MeasuredNode, layers: LayerRange, explained: Explained, dims: Dims | None, notes: dict[PeerId, str]
+    group: MeasuredNode,
+    layers: LayerRange,
+    explained: Explained,
+    dims: Dims | None,
+    notes: dict[PeerId, str],
+    ownership: Ownership,
 ) -> tuple[MemberView, ...]:
     if not group.members or dims is None:
         return ()
@@ -316,9 +328,18 @@ def _members(
                 is_measured=node.peer in explained.measured_speeds,
                 why=_why_member(node.peer, place, layers, explained),
                 note=notes.get(node.peer, ""),
+                ownership=_lets(ownership, node, layers, place),
             )
         )
     return tuple(views)
+
+
+def _lets(ownership: Ownership, node: MeasuredNode, layers: LayerRange, place: ModelSlice) -> str:
+    """Which rules let a node hold what it is to serve."""
+    if ownership.allows_all:
+        return ""
+    said = [part.why for part in ownership.parts(stage_candidate(node, layers, None), place)]
+    return _text("; ".join(dict.fromkeys(said)))
 
 
 def _why_member(peer: PeerId, place: ModelSlice, layers: LayerRange, explained: Explained) -> str:

@@ -28,7 +28,12 @@ import msgspec
 
 from fusion_node.client import claims_file, topology
 from fusion_node.client.connection import MeasuredNode, SwarmConnection
-from fusion_node.client.group_members import kept_candidates, rejections_of_members, with_members
+from fusion_node.client.group_members import (
+    kept_candidates,
+    rejections_of_members,
+    stage_candidate,
+    with_members,
+)
 from fusion_node.client.route_problem import why_no_route
 from fusion_node.client.topology import SwarmTopology
 from fusion_node.client.user_rules import UserRules
@@ -40,10 +45,12 @@ from p2p.first_answers import GRACE_S
 from p2p.records import NodeRecord, ShardRecord
 from scheduler.claims import ClaimBook, StageStep
 from scheduler.cost_model import MESSAGE_OVERHEAD_S, Workload
-from scheduler.groups import Formed, GroupLegs, SliceHolder, form_groups
+from scheduler.groups import Formed, GroupLegs, SliceHolder, form_groups, plan_with
+from scheduler.ownership import Ownership, OwnershipBreach
 from scheduler.planner import plan_patch, plan_route
 from scheduler.plans import Avoid, Objective, Reason, Rejection, Topology, Uncovered
 from scheduler.plans import Planned as PlannedRoute
+from scheduler.rules import Rules
 from scheduler.topology import Candidate, Legs, RouteStage
 from scheduler.vivaldi import Coordinate
 
@@ -238,7 +245,7 @@ class Router:
         """Whether the nodes of an earlier answer are alive and have not refused lately."""
         now, links = time.monotonic(), self._connection.links
         peers = [each for peer, _ in planned.places for each in (peer, *members_of(peer))]
-        return not self.has_revoked(planned) and all(
+        return not (self.has_revoked(planned) or self.breaches(planned)) and all(
             (is_group(peer) or links.is_connected(peer)) and self._avoid.get(peer, 0.0) < now for peer in peers
         )
 
@@ -260,6 +267,18 @@ class Router:
     def has_revoked(self, planned: Planned) -> bool:
         """Whether a route has a node that was revoked since it was made."""
         return any(self.is_revoked(peer) for peer, _ in planned.places)
+
+    def own(self, ownership: Ownership) -> None:
+        """Other rules on who may own what, from the next plan on."""
+        self.rules = replace(self.rules, ownership=ownership)
+        self._look_until = 0.0
+
+    def breaches(self, planned: Planned) -> tuple[OwnershipBreach, ...]:
+        """Who is in a route against the rules on who may own what, as they are now."""
+        if self.rules.ownership.allows_all:
+            return ()
+        stages = [stage_candidate(node, layers, self.dims) for node, layers in planned.stages]
+        return self.rules.ownership.breaches(stages)
 
     def note_failure(self, error: PeerError) -> None:
         """The next plans do without that node if they can, and look around anew."""
@@ -541,8 +560,9 @@ class Router:
     def _wanted(self, look: Look) -> set[PeerId]:
         """Who may serve. Nobody else is dialled, and least of all whom the user's rules reject."""
         rules, records = self.rules.resolve(look.records.keys()), look.records.values()
-        candidates = [*self._candidates(records), *(holder.candidate for holder in self._holders(records))]
-        return {each.peer for each in candidates if rules.rejects(each) is None}
+        alone = {each.peer for each in self._candidates(records) if rules.rejects(each) is None}
+        holders = self._holders(records)
+        return alone | {each.peer for each in holders if rules.rejects(each.candidate, each.place) is None}
 
     def _topology(self, look: Look) -> SwarmTopology:
         links, reached = self._connection.links, look.reached
@@ -589,18 +609,26 @@ class Router:
     def _with_groups(self, legs: SwarmTopology) -> Legs:
         return legs if self.dims is None else GroupLegs(legs)
 
-    def _formed(self, holders: Iterable[SliceHolder], legs: Legs, workload: Workload, avoid: Avoid) -> Formed:
+    def _formed(
+        self,
+        holders: Sequence[SliceHolder],
+        legs: Legs,
+        workload: Workload,
+        rules: Rules,
+        avoid: Avoid,
+        is_thorough: bool,
+    ) -> Formed:
         if self.dims is None:
             return Formed()
-        holders = list(holders)
         return form_groups(
             holders,
             legs,
             dims=self.dims,
             workload=workload,
-            rules=self.rules.resolve([holder.peer for holder in holders]),
+            rules=rules,
             avoid=avoid,
             num_members=self.num_members,
+            is_thorough=is_thorough,
         )
 
     async def _explain(self, look: Look, workload: Workload, avoid: Avoid, is_explained: bool) -> Explained:
@@ -667,20 +695,23 @@ class Router:
         avoid: Avoid,
         is_explained: bool,
     ) -> tuple[PlannedRoute | Uncovered, Formed]:
-        def search() -> tuple[PlannedRoute | Uncovered, Formed]:
-            formed = self._formed(holders, legs, workload, avoid)
-            planned = plan_route(
+        rules = self.rules.resolve(look.records.keys())
+
+        def plan(formed: Formed) -> PlannedRoute | Uncovered:
+            return plan_route(
                 [*candidates, *formed.groups],
                 legs,
                 num_layers=self._num_layers,
                 workload=workload,
                 objective=self.objective,
-                rules=self.rules.resolve(look.records.keys()),
+                rules=rules,
                 first_layers=self._first_layers,
                 avoid=avoid,
                 is_explained=is_explained,
             )
-            return planned, formed
+
+        def search() -> tuple[PlannedRoute | Uncovered, Formed]:
+            return plan_with(partial(self._formed, holders, legs, workload, rules, avoid), plan)
 
         is_small = len(candidates) + len(holders) < CANDIDATES_ON_LOOP
         return search() if is_small else await asyncio.to_thread(search)
@@ -698,12 +729,13 @@ class Router:
         # A stage that stays may have announced meanwhile that it goes over to other layers.
         known = [
             *self._candidates(node.record for node, _ in kept.values() if not node.members),
-            *kept_candidates(kept.values(), holders),
+            *kept_candidates(kept.values(), holders, self.dims),
         ]
 
-        def search() -> tuple[PlannedRoute | Uncovered, Formed]:
-            formed = self._formed(holders, legs, workload, avoid)
-            patched = plan_patch(
+        rules = self.rules.resolve(nodes.keys())
+
+        def plan(formed: Formed) -> PlannedRoute | Uncovered:
+            return plan_patch(
                 [*candidates, *formed.groups],
                 legs,
                 [RouteStage(peer, layers) for peer, layers in planned.places],
@@ -711,12 +743,14 @@ class Router:
                 num_layers=self._num_layers,
                 workload=workload,
                 objective=self.objective,
-                rules=self.rules.resolve(nodes.keys()),
+                rules=rules,
                 first_layers=self._first_layers,
                 known=known,
                 avoid=avoid,
             )
-            return patched, formed
+
+        def search() -> tuple[PlannedRoute | Uncovered, Formed]:
+            return plan_with(partial(self._formed, holders, legs, workload, rules, avoid), plan)
 
         is_small = len(candidates) + len(holders) < CANDIDATES_ON_LOOP
         answer, formed = search() if is_small else await asyncio.to_thread(search)

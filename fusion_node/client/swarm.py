@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -31,6 +32,7 @@ from fusion_node.client.drafting import GumbelNoise, check_same_tokens
 from fusion_node.client.generation import Generation, GenerationStats, RepairReport, StageReport
 from fusion_node.client.grants_core import GrantBook, GrantReport
 from fusion_node.client.groups_core import Groups
+from fusion_node.client.ownership_file import OwnershipFile
 from fusion_node.client.plan_view import PlanView, view_of
 from fusion_node.client.prefix_cache_core import MIN_POSITIONS, PrefixCache
 from fusion_node.client.routing import Router
@@ -74,6 +76,7 @@ from p2p.messages import (
 from p2p.records import PROTOCOL_VERSION, Lease, Plan, PlanStage, Refusal, open_lease, sign_plan
 from p2p.swarm_key import SwarmKey
 from p2p.tensor_wire import decompress
+from scheduler.ownership import Ownership
 from scheduler.plans import Topology
 from scheduler.speculation import ModePolicy
 
@@ -81,6 +84,9 @@ PLAN_TTL_S = 3600.0
 
 RELEASED_S = 1.0
 """For members of groups to say that they have deleted what they held, when nothing else is waited for any more."""
+
+OWNERSHIP_EVERY_S = 1.0
+"""Between two looks at the ownership file while an answer is under way."""
 
 SAVE_EVERY_S = 60.0
 """Between two answers after which what was measured of nodes is written: what a killed process has learned is lost."""
@@ -122,6 +128,8 @@ class SwarmClient:
         objective: of routes: ``latency`` (seconds per token), ``throughput`` (of many sessions at a time), or
             ``first-token`` (seconds until it).
         rules: who may serve, and what a route may look like; None: anybody, anyhow.
+        ownership: who may hold which part of the model's states: rules, or the file that has them (docs/fusion.md),
+            which is read again when it changes. They replace those of ``rules``.
         topology: what serves a part of the model: ``pipeline``, one node each; ``fusion``, groups of nodes of which
             none is ever sent a whole hidden state; ``hybrid``, what is faster.
         members: of each group, exactly; None: any number from 2 on.
@@ -160,6 +168,7 @@ class SwarmClient:
         identity: Identity | None = None,
         objective: str = "latency",
         rules: UserRules | None = None,
+        ownership: Ownership | Path | None = None,
         topology: str = "pipeline",
         members: int | None = None,
         puzzle_bits: int | None = None,
@@ -187,6 +196,11 @@ class SwarmClient:
         self._numerics = numerics_class(numerics)
         self._wire = _wire_encoding(wire)
         self._wire_dtype = self._wire or self._numerics.wire_dtype
+        self._ownership_file = OwnershipFile(ownership) if isinstance(ownership, Path) else None
+        owned = ownership if self._ownership_file is None else self._ownership_file.rules
+        rules = rules or UserRules()
+        if isinstance(owned, Ownership):
+            rules = replace(rules, ownership=owned)
         config = load_config(self.model)
         self.topology = topology_of(topology)
         check_members(members, self.topology)
@@ -237,6 +251,9 @@ class SwarmClient:
         """Set, and replaced by another, when a release has come."""
         self._shells: set[AnswerShell] = set()
         """Of answers under way."""
+        self._reading_ownership = asyncio.Lock()
+        self._watching: asyncio.Task[None] | None = None
+        """The ownership file, while answers are under way."""
         self.max_context = max_positions(config)
         self._eos_ids = _eos_ids(self.model)
         self._router = Router(
@@ -247,7 +264,7 @@ class SwarmClient:
             first_layers=self._first_layers,
             row_bytes=row_bytes(self._wire_dtype, self._hidden_size) or 0,
             objective=objective_of(objective),
-            rules=rules or UserRules(),
+            rules=rules,
             topology=self.topology,
             num_members=members,
             dims=self._dims,
@@ -319,6 +336,7 @@ class SwarmClient:
         Raises:
             NoPeers, NoRoute: see there.
         """
+        await self._read_ownership()
         return (await self._router.route(num_positions)).stages
 
     async def plan(self, *, prompt_tokens: int = 64, max_tokens: int = 256) -> PlanView:
@@ -327,10 +345,12 @@ class SwarmClient:
         Nothing is opened or computed at nodes. Where there is no route, the view says why.
 
         Raises:
+            ConfigError: the ownership file has become wrong.
             ContextTooLong: the prompt alone is as long as the model's context.
             NoPeers: nobody of the swarm can be reached.
         """
         await self._loaded()
+        await self._read_ownership()
         max_tokens = self._room(prompt_tokens, max_tokens)
         return view_of(
             await self._router.explain(prompt_tokens + max_tokens, num_prompt=prompt_tokens),
@@ -373,14 +393,13 @@ class SwarmClient:
             if self.connection.links.is_connected(peer):
                 self.connection.links.send(peer, order)
         if self._prefixes is not None:
-            ended = [
-                entry
-                for entry in self._prefixes.entries
-                if entry.ended_at is not None and any(peer in members_of(place) for place, _ in entry.stages)
-            ]
-            for entry in ended:
-                self._prefixes.forget(entry)
-            self._tell_unneeded(ended)
+            self._forget(
+                [
+                    entry
+                    for entry in self._prefixes.entries
+                    if any(peer in members_of(place) for place, _ in entry.stages)
+                ]
+            )
         for shell in tuple(self._shells):
             shell.revoke(peer)
 
@@ -470,6 +489,7 @@ class SwarmClient:
     ) -> AsyncGenerator[str, None]:
         began = time.perf_counter()
         _, tokenizer = await self._loaded()
+        await self._read_ownership()
         # A prompt of a megabyte takes a second, in which heartbeats and other answers must go on.
         ids = await asyncio.to_thread(self._encode, tokenizer, prompt, plain_fallback)
         max_tokens = self._room(len(ids), params.max_tokens)
@@ -573,13 +593,56 @@ class SwarmClient:
 
     @asynccontextmanager
     async def _under_way(self, shell: AnswerShell) -> AsyncIterator[None]:
-        """An answer that ``revoke`` has to tell."""
+        """An answer that ``revoke``, and the ownership file, have to tell."""
         self._shells.add(shell)
+        if self._watching is None and self._ownership_file is not None:
+            self._watching = asyncio.create_task(self._watch_ownership())
         try:
             async with shell:
                 yield
         finally:
             self._shells.discard(shell)
+            if self._watching is not None and not self._shells:
+                self._watching.cancel()
+                self._watching = None
+
+    async def _watch_ownership(self) -> None:
+        while True:
+            await asyncio.sleep(OWNERSHIP_EVERY_S)
+            with suppress(ConfigError):  # of a file in the middle of being written too: what held before, holds
+                await self._read_ownership()
+
+    async def _read_ownership(self) -> None:
+        """Has the rules of the ownership file hold, if it has changed: who may not hold what they have any more is
+        revoked.
+
+        Raises:
+            ConfigError: it is wrong; the rules that it had before hold.
+        """
+        file = self._ownership_file
+        if file is None:
+            return
+        async with self._reading_ownership:
+            if await asyncio.to_thread(file.refresh):
+                self._own(file.rules)
+        if file.problem is not None:
+            raise ConfigError(str(file.problem))
+
+    def _own(self, ownership: Ownership) -> None:
+        log.info("other rules on ownership", rules="; ".join(ownership.in_words()) or "none")
+        self._router.own(ownership)
+        if self._prefixes is not None:
+            self._forget([each for each in self._prefixes.entries if self._router.breaches(each.planned)])
+        for shell in tuple(self._shells):
+            shell.obey()
+
+    def _forget(self, answers: Iterable[Answer]) -> None:
+        """Has nodes drop what they keep of answers that are over."""
+        ended = [each for each in answers if each.ended_at is not None]
+        for each in ended:
+            if self._prefixes is not None:
+                self._prefixes.forget(each)
+        self._tell_unneeded(ended)
 
     def _groups(self, stats: GenerationStats) -> Groups:
         def told(reports: tuple[GrantReport, ...]) -> None:
@@ -606,7 +669,9 @@ class SwarmClient:
             on_refused=self.grants.refused,
         )
 
-    def _core_of(self, answer: Answer, make_plan: MakePlan, speculation: SpeculationCore | None = None) -> AnswerCore:
+    def _core_of(
+        self, routes: AnswerRoutes, answer: Answer, make_plan: MakePlan, speculation: SpeculationCore | None = None
+    ) -> AnswerCore:
         return AnswerCore(
             num_prompt=answer.num_prompt,
             row_size=self._hidden_size,
@@ -615,6 +680,7 @@ class SwarmClient:
             new_session=partial(secrets.token_bytes, SESSION_BYTES),
             open_lease=_open_lease,
             backlog_s=self._backlog_s,
+            is_allowed=lambda places: not routes.breaches(places),
             speculation=speculation,
             taps=self._drafts.tap_layers if speculation is not None and self._drafts is not None else (),
         )
@@ -625,7 +691,7 @@ class SwarmClient:
         answer = work.answer
         routes = AnswerRoutes(self._router, self._prefixes, work, num_positions)
         groups = self._groups(work.stats)
-        core = self._core_of(answer, partial(self._make_plan, groups, num_positions))
+        core = self._core_of(routes, answer, partial(self._make_plan, groups, num_positions))
 
         async def embed(start: int, stop: int) -> EncodedRows:
             return await self._on_compute(self._embed, boundary, answer.all_ids[start:stop])
@@ -685,7 +751,7 @@ class SwarmClient:
                 speculation.max_positions = routes.num_reserved
             return self._make_plan(groups, speculation.max_positions, session, epoch, stages)
 
-        core = self._core_of(answer, make_plan, speculation)
+        core = self._core_of(routes, answer, make_plan, speculation)
         noise = None
         if params.temperature > 0:
             noise = GumbelNoise(seed=work.stats.seed, temperature=params.temperature, vocabulary=self._vocabulary)

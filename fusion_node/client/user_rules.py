@@ -16,6 +16,7 @@ from fusion_node.slices import MAX_MEMBERS
 from fusion_node.types import PeerId
 from fusion_node.wire import printable
 from p2p.identity import short
+from scheduler.ownership import NO_OWNERSHIP, Ownership
 from scheduler.plans import Objective, Topology
 from scheduler.rules import Rules
 
@@ -52,6 +53,7 @@ class UserRules:
         max_price: that a node may ask; None: any.
         max_stages: of a route; None: any number.
         revoked: never these, whatever is allowed: SwarmClient.revoke adds to them.
+        ownership: who may hold which slices of which layers, and who may not stand beside whom.
 
     Raises:
         ConfigError: when made of what makes no sense.
@@ -63,6 +65,7 @@ class UserRules:
     max_price: float | None = None
     max_stages: int | None = None
     revoked: frozenset[PeerId] = frozenset()
+    ownership: Ownership = NO_OWNERSHIP
 
     def __post_init__(self) -> None:
         for name, selectors in (("allow", self.allow), ("deny", self.deny)):
@@ -99,6 +102,7 @@ class UserRules:
             max_price=self.max_price,
             max_stages=self.max_stages,
             revoked_peers=self.revoked,
+            ownership=self.ownership,
         )
 
     def in_words(self) -> tuple[str, ...]:
@@ -112,6 +116,7 @@ class UserRules:
         if self.max_stages is not None:
             words.append(f"at most {self.max_stages} stage{'s' if self.max_stages > 1 else ''}")
         words += [f"{short(peer)} is revoked" for peer in sorted(self.revoked)]
+        words += map(printable, self.ownership.in_words())
         return tuple(words)
 
 

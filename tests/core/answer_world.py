@@ -363,6 +363,8 @@ class User:
         self.on_event: Callable[[object], None] = lambda event: None
         self.sees: Callable[[Place], bool] = lambda place: True
         """Whom its router knows."""
+        self.allows: Callable[[Sequence[Place]], bool] = lambda places: True
+        """What routes its rules allow."""
         self.core = AnswerCore(
             num_prompt=len(prompt),
             row_size=4,
@@ -370,6 +372,7 @@ class User:
             make_plan=self._plan,
             new_session=lambda: bytes(world.rng.randrange(256) for _ in range(16)),
             open_lease=world.open_lease,
+            is_allowed=lambda places: self.allows(places),
         )
         self._timer: object = None
         self._sessions: set[bytes] = set()

@@ -512,6 +512,24 @@ def test_source_that_drops_its_rows_during_a_replay_is_told_of_as_a_repair() -> 
     assert [(repair.kind, repair.peer) for repair in user.repairs] == [(RepairKind.PREFILLED, nodes[1].peer)]
 
 
+def test_alternate_that_the_rules_forbid_by_now_is_not_taken() -> None:
+    world, nodes, _ = world_of_three(num_spare=2)
+    user = world.answer(PROMPT, NUM_TOKENS)
+    forbidden: list[Place] = []
+
+    def strike() -> None:
+        forbidden.extend(user.core._alternates[1])
+        user.allows = lambda places: not set(places) & set(forbidden)
+        user.sees = lambda place: place not in forbidden
+        world.kill(nodes[1])
+
+    at_token(user, 4, strike)
+    finish(world, user)
+    assert len(forbidden) == 1
+    assert user.core.places[1].peer not in {nodes[1].peer, forbidden[0].peer}
+    assert [repair.kind for repair in user.repairs] == [RepairKind.PATCHED]
+
+
 def test_alternates_that_all_refuse_have_everything_computed_elsewhere() -> None:
     world = World(0)
     nodes = [world.node(0, 2), world.node(2, 4), world.node(4, 6)]

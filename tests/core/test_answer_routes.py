@@ -17,6 +17,7 @@ from fusion_node.client.sampling import SamplingParams
 from fusion_node.errors import NoRoute
 from fusion_node.types import LayerRange, PeerId
 from p2p.records import PROTOCOL_VERSION, NodeRecord
+from scheduler.ownership import OwnershipBreach
 
 WHOLE = WantsRoute(1, RouteKind.WHOLE, (), frozenset(), frozenset(), wait=True, reason="a new answer")
 NUM_POSITIONS, NUM_RESERVED = 40, 80
@@ -54,6 +55,9 @@ class Swarm:
 
     def is_revoked(self, peer: PeerId) -> bool:
         return False
+
+    def breaches(self, planned: Planned) -> tuple[OwnershipBreach, ...]:
+        return ()
 
     async def refresh(self) -> None:
         self.num_looks += 1

@@ -30,6 +30,7 @@ from p2p.messages import (
     TensorMeta,
 )
 from p2p.records import PROTOCOL_VERSION, Plan, PlanStage
+from scheduler.ownership import OwnershipBreach
 from scheduler.speculation import Mode, ModePolicy
 
 NODE, OTHER = (Identity.from_seed(seed * 32).peer_id for seed in (b"n", b"o"))
@@ -128,6 +129,9 @@ class OneNode:
 
     def is_revoked(self, peer: PeerId) -> bool:
         return False
+
+    def breaches(self, places: Sequence[Place]) -> tuple[OwnershipBreach, ...]:
+        return ()
 
 
 def shell_with(node: OneNode) -> tuple[AnswerShell, Core]:

@@ -130,6 +130,7 @@ def test_of_many_rejected_the_nearest_are_shown() -> None:
         (["--topology", "ring"], "unknown topology 'ring': pipeline, fusion, hybrid"),
         (["--members", "3"], "add --topology fusion"),
         (["--topology", "fusion", "--members", "1"], "name 2 to 16"),
+        (["--ownership", "/missing.toml"], "cannot read the ownership file /missing.toml"),
     ],
 )
 def test_rule_that_makes_no_sense_is_refused_before_anything_is_loaded(

@@ -84,7 +84,9 @@ def test_missing_slice_is_told_with_its_layers_and_why() -> None:
         ("0:30", 2, (1, 1, 1), "held without room for the session"),
     ]
     denied = formed(*THREE, rules=Rules(deny_peers=frozenset({PeerId("b")})))
-    assert [(m.index, m.why) for m in denied.missing] == [(1, "held by nobody whom your rules allow")]
+    assert [(m.index, m.why) for m in denied.missing] == [
+        (1, "held by nobody whom your rules allow (1 × you deny this peer)")
+    ]
     assert [(r.peer, r.reason, r.text) for r in denied.rejections] == [("b", Reason.RULE, "you deny this peer")]
     assert not found.groups
     assert not denied.groups
@@ -247,7 +249,9 @@ def test_distinct_operators_hold_between_members_of_a_group_and_between_stages()
     same = [holder("a", 0, (1, 1), operator="x"), holder("b", 1, (1, 1), operator="x")]
     found = formed(*same, rules=rules)
     assert not found.groups
-    assert [m.why for m in found.missing] == ["held only together with others that your rules exclude"]
+    assert [m.why for m in found.missing] == [
+        "held only beside holders of 1/2 that your rules exclude (distinct operators)"
+    ]
     other = formed(*same, holder("c", 1, (1, 1), operator="y", speed=0.05), rules=rules)
     assert peers(plan(other, rules=rules)) == [(("a", "c"), "0:30")]
     first = [holder("a", 0, (1, 1), 0, 15, operator="x"), holder("b", 1, (1, 1), 0, 15, operator="y")]

@@ -16,6 +16,7 @@ from fusion_node.client.answer_routes import Answer, AnswerRoutes, Work
 from fusion_node.client.generation import GenerationStats
 from fusion_node.client.hosts import hosts_of
 from fusion_node.client.overview import NodeView, ShardView, _models, _splits
+from fusion_node.client.ownership_file import parse_ownership
 from fusion_node.client.plan_view import PlanView, view_of
 from fusion_node.client.routing import Router
 from fusion_node.client.sampling import SamplingParams
@@ -157,7 +158,9 @@ async def test_error_tells_of_wrong_sizes_and_rules(swarm: Swarm) -> None:
     with pytest.raises(NoRoute, match=r"no fusion group of 3 .*slices for groups of 2: start .*--slice 0/3 --layers"):
         await three.route(64, wait=False)
     denied = await router_for(swarm, rules=UserRules(deny=(nodes[1].peer,)))
-    with pytest.raises(NoRoute, match=r"slice 1/2 of layers 0:12 is held by nobody whom your rules allow$"):
+    with pytest.raises(
+        NoRoute, match=r"slice 1/2 of layers 0:12 is held by nobody whom your rules allow \(1 × you deny this peer\)$"
+    ):
         await denied.route(64, wait=False)
     assert not swarm.connection.links.is_connected(nodes[1].peer), "whom rules reject is not even dialled"
     await group(swarm, "1/3", start=6)
@@ -166,7 +169,7 @@ async def test_error_tells_of_wrong_sizes_and_rules(swarm: Swarm) -> None:
         await few.route(64, wait=False)
     assert "start a node" not in str(told.value), "of slice 0/3 of the last layers, which would not do"
     nobody = await router_for(swarm)
-    with pytest.raises(NoRoute, match=r"slice 0/2 of layers 0:12 is held without room"):
+    with pytest.raises(NoRoute, match=r"slices 0/2 and 1/2 of layers 0:12 are held without room"):
         await nobody.route(5000, wait=False)
 
 
@@ -248,6 +251,59 @@ async def test_plan_shows_what_each_member_holds_and_why_it_serves(swarm: Swarm)
     assert "columns 0:24; heads 0:2, which read KV head 0; channels 0:48" in text
     assert "its members exchange partial sums" in text
     assert msgspec.json.decode(msgspec.json.encode(shown), type=PlanView) == shown
+
+
+async def test_plan_names_the_rule_that_lets_each_member_hold_its_slice_and_that_rejects_others(swarm: Swarm) -> None:
+    near = await group(swarm, "0/2", "1/2")
+    far = await group(swarm, "0/2", "1/2", ms=30.0)
+    whole = await swarm.node(shard(0, 12))
+    mine = "\n".join(f'[[may_hold]]\nwho = "{node.peer}"\nslices = "{k}/2"' for k, node in enumerate(far))
+    ownership = parse_ownership(f'default = "deny"\n{mine}', name="own.toml")
+    router = await router_for(swarm, Topology.HYBRID, rules=UserRules(ownership=ownership))
+    planned = await router.route(64)
+    assert places(planned) == [(ids(far), "0:12")]
+    assert not router.breaches(planned)
+    linked = swarm.connection.links.is_connected
+    assert not any(linked(node.peer) for node in (*near, whole)), "whom rules reject is not even dialled"
+    shown = await view(router)
+    assert shown.rules == ("ownership own.toml: default deny, 2 may_hold",)
+    assert [member.ownership for member in shown.stages[0].members] == [
+        f"ownership line {line}: …{node.peer[-8:]} may hold slice {k}/2"
+        for k, (line, node) in enumerate(zip((2, 5), far, strict=True))
+    ]
+    nobody = "ownership line 1: no rule says that it may hold anything, and the default is to deny"
+    assert {each.peer: each.why for each in shown.rejected} == {node.peer: nobody for node in (*near, whole)}
+    text = text_of(shown)
+    assert f"allowed by ownership line 2: …{far[0].peer[-8:]} may hold slice 0/2" in text
+    # Other rules from now on: the route is one no more.
+    router.own(parse_ownership('default = "deny"'))
+    assert [breach.peer for breach in router.breaches(planned)] == [node.peer for node in far]
+    assert not router.can_go_on(planned)
+    with pytest.raises(NoRoute, match=r"left by your rules: .* × ownership line 1: no rule says"):
+        await router.route(64, wait=False)
+
+
+async def test_replacement_in_a_group_keeps_the_rules_with_those_that_stay(swarm: Swarm) -> None:
+    head = await group(swarm, "0/2", "1/2", stop=6)
+    tail = await group(swarm, "0/2", "1/2", start=6)
+    near, far = await group(swarm, "0/2", "0/2", start=6, ms=9.0)
+    apart = f'default = "allow"\n[[never_adjacent]]\nwho = ["{head[0].peer}", "{near.peer}"]'
+    router = await router_for(swarm, rules=UserRules(ownership=parse_ownership(apart)))
+    planned = await router.route(64)
+    assert places(planned) == [(ids(head), "0:6"), (ids(tail), "6:12")]
+    patched = await router.patch(planned, [1], 64, avoid_peers={tail[0].peer})
+    assert patched is not None
+    assert places(patched)[1] == (group_id([far.peer, tail[1].peer]), "6:12")
+
+
+async def test_all_missing_slices_of_a_split_are_told_and_those_first_that_lack_least(swarm: Swarm) -> None:
+    await group(swarm, "0/6")
+    await group(swarm, "0/3", "1/3", start=6)
+    router = await router_for(swarm)
+    with pytest.raises(NoRoute) as told:
+        await router.route(64, wait=False)
+    first = "slice 2/3 of layers 6:12 is held by nobody"
+    assert f"{first}; slices 1/6, 2/6, 3/6, 4/6 and 5/6 of layers 0:12 are held by nobody" in str(told.value)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ from p2p.compression import Packed
 from p2p.messages import SESSION_BYTES, TensorMeta
 from p2p.records import Plan, PlanStage, open_lease, sign_plan
 from p2p.tensor_wire import decompress
+from scheduler.ownership import OwnershipBreach
 from tests.scenarios.swarm import MemorySwarm, Node, until
 
 PROMPT = tuple(7 + 13 * n % 120 for n in range(90))
@@ -166,6 +167,9 @@ class Answering:
 
     def is_revoked(self, peer: PeerId) -> bool:
         return False
+
+    def breaches(self, places: Sequence[Place]) -> tuple[OwnershipBreach, ...]:
+        return ()
 
     def _patched(
         self, lost: Sequence[int], present: tuple[Place, ...], avoided: frozenset[PeerId]
