@@ -18,6 +18,12 @@ import msgspec
 
 VERSION = 1
 
+PLAIN = "f32"
+"""``dtype`` of contributions that are as they are."""
+
+MASKED = "u64"
+"""``dtype`` of contributions whose sums are masked."""
+
 MAX_LINE_BYTES = 128 * 1024
 """That a reader takes. A plan has 48 KiB at most, and its line, which names peers and no addresses, hardly more."""
 
@@ -92,6 +98,8 @@ class PlanSeen(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     numerics: NameText
     stages: Annotated[tuple[StageSeen, ...], msgspec.Meta(min_length=1, max_length=128)]
     wire: NameText = ""
+    masks: bool = False
+    """Contributions are words of 64 bits, of which the receiver can read the sum alone."""
 
 
 class OpenLine(Event, frozen=True, tag="open"):

@@ -26,6 +26,18 @@ MAX_MEMBERS = 16
 
 MAX_WEIGHT = 1000
 
+MIN_MASKED_MEMBERS = 3
+"""Of a group whose sums are masked: of two, each is sent what the other one contributes, whatever is added to it."""
+
+VALUE_BYTES = 4
+"""Contributions travel as float32."""
+
+MASKED_BYTES = 8
+"""Where sums are masked, as integers modulo 2^64."""
+
+MASK_KEY_BYTES = 32
+"""Of the key that two members share in one session under one plan."""
+
 UNIT = 8
 """Columns and channels are cut at multiples of this where the model's sizes are: kernels like it."""
 
@@ -192,6 +204,25 @@ def exchange_width(dims: Dims, owner: SliceBounds, exchange: Exchange) -> int:
             return 2 * len(owner.channels) + 1
         case Exchange.O | Exchange.DOWN:
             return len(owner.columns)
+
+
+def has_squares(dims: Dims, exchange: Exchange) -> bool:
+    """Whether the last value of a contribution to this one is a sum of squares."""
+    if exchange is Exchange.GATE_UP:
+        return not dims.num_experts
+    return exchange in (Exchange.QKV, Exchange.ROUTER)
+
+
+def masked_width(dims: Dims, owner: SliceBounds, exchange: Exchange) -> int:
+    """The same where sums are masked: values of MASKED_BYTES, a sum of squares being two of them."""
+    return exchange_width(dims, owner, exchange) + has_squares(dims, exchange)
+
+
+def contribution_bytes(dims: Dims, owner: SliceBounds, exchange: Exchange, *, is_masked: bool) -> int:
+    """Of one row of one contribution on the wire."""
+    if is_masked:
+        return MASKED_BYTES * masked_width(dims, owner, exchange)
+    return VALUE_BYTES * exchange_width(dims, owner, exchange)
 
 
 def split_columns(hidden: int, weights: Sequence[int]) -> tuple[range, ...]:

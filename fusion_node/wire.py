@@ -52,6 +52,12 @@ def encode_header(header: object) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
+def without_last(struct: msgspec.Struct) -> tuple[object, ...]:
+    """What is encoded of an array-like struct whose last field has its default, as before there was that field."""
+    tag, values = struct.__struct_config__.tag, msgspec.structs.astuple(struct)[:-1]
+    return values if tag is None else (tag, *values)
+
+
 def split_frame(frame: bytes | bytearray | memoryview) -> tuple[memoryview, memoryview]:
     """Splits a frame into header and payload without copying either.
 

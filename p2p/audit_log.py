@@ -24,6 +24,8 @@ import msgspec
 import structlog
 
 from fusion_node.audit_records import (
+    MASKED,
+    PLAIN,
     VERSION,
     AnyLine,
     AnyTensor,
@@ -51,7 +53,7 @@ from fusion_node.audit_records import (
     name_of,
 )
 from fusion_node.errors import ConfigError
-from fusion_node.slices import Exchange
+from fusion_node.slices import MASKED_BYTES, VALUE_BYTES, Exchange
 from fusion_node.types import PeerId
 from fusion_node.wire import WireError
 from p2p.compression import LARGE_BYTES
@@ -124,7 +126,8 @@ class AuditLog:
         self._peers: OrderedDict[PeerId, int] = OrderedDict()
         self._sessions: OrderedDict[bytes, int] = OrderedDict()
         self._num_peers = self._num_sessions = 0
-        self._aliases: OrderedDict[int, tuple[bytes, int]] = OrderedDict()
+        self._aliases: OrderedDict[int, tuple[bytes, int, bool]] = OrderedDict()
+        """Of sessions under one plan: which, and whether its sums are masked."""
         self._lock = threading.Lock()
         self._hashing: ThreadPoolExecutor | None = None
         self._pending_bytes = 0
@@ -221,10 +224,11 @@ class AuditLog:
                     self._write(SaidLine(*self._event(to, from_, session, epoch), what=what))
 
     def _open(self, message: OpenSession, to: int, from_: int) -> None:
-        self._aliases[alias_of(message.session, message.epoch)] = message.session, message.epoch
+        plan = plan_claim_of(message.plan)
+        is_masked = plan is not None and plan.masks
+        self._aliases[alias_of(message.session, message.epoch)] = message.session, message.epoch, is_masked
         if len(self._aliases) > MAX_SESSIONS:
             self._aliases.popitem(last=False)
-        plan = plan_claim_of(message.plan)
         line = OpenLine(
             *self._event(to, from_, message.session, message.epoch),
             stage=message.stage,
@@ -246,12 +250,12 @@ class AuditLog:
         start = 0
         for entry in message.entries:
             stop = start + entry.num_rows * row_bytes
-            session, epoch = self._aliases.get(entry.session, (b"", 0))
+            session, epoch, is_masked = self._aliases.get(entry.session, (b"", 0, False))
             line = PartialsLine(
                 *self._event(to, from_, session, epoch),
                 rows=entry.num_rows,
-                width=row_bytes // 4,
-                dtype="f32",
+                width=row_bytes // (MASKED_BYTES if is_masked else VALUE_BYTES),
+                dtype=MASKED if is_masked else PLAIN,
                 bytes=stop - start,
                 digest=digest_of(view[start:stop], session),
                 layer=message.layer,
@@ -356,7 +360,7 @@ def _seen(plan: Plan) -> PlanSeen:
         StageSeen(stage.start, stage.stop, tuple(place.peer for place in stage.places), stage.weights)
         for stage in plan.stages
     )
-    return PlanSeen(plan.user, plan.model_id, _ascii(plan.numerics), stages, _ascii(plan.wire))
+    return PlanSeen(plan.user, plan.model_id, _ascii(plan.numerics), stages, _ascii(plan.wire), plan.masks)
 
 
 def _ascii(text: str) -> str:

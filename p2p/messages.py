@@ -20,17 +20,17 @@ import hashlib
 import itertools
 import math
 import struct
-from collections.abc import Callable
 from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 
-from fusion_node.slices import MAX_MEMBERS
+from fusion_node.slices import MASK_KEY_BYTES, MAX_MEMBERS, MIN_MASKED_MEMBERS
 from fusion_node.wire import (
     MAX_HEADER_BYTES,
     MAX_PAYLOAD_BYTES,
     WireError,
     encode_header,
+    without_last,
 )
 
 MAX_NODES_PER_STEP = 4096
@@ -49,6 +49,9 @@ MAX_PARTIALS = 1024
 
 FUSION_FEATURE = "fusion"
 """In the ``hello`` of a node that knows plans with groups, and Partials."""
+
+MASKS_FEATURE = "masked-sums"
+"""In the ``hello`` of a node that knows plans whose sums are masked."""
 
 DTYPE_BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 """Lossless encodings: IEEE 754 and bfloat16, little-endian, row-major, no padding."""
@@ -75,6 +78,7 @@ Reason: TypeAlias = Annotated[str, msgspec.Meta(max_length=512)]
 Code: TypeAlias = Annotated[str, msgspec.Meta(max_length=32)]
 StageIndex: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=127)]
 MemberIndex: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_MEMBERS - 1)]
+MaskKeys: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=MASK_KEY_BYTES * (MAX_MEMBERS - 1))]
 LeaseBytes: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=1024)]
 GrantBytes: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=512)]
 TapLayer: TypeAlias = Annotated[int, msgspec.Meta(ge=1, le=4096)]
@@ -199,6 +203,14 @@ class OpenSession(Message, frozen=True, array_like=True, tag="open"):
     """The receiver's place in its stage; 0 where that is one node."""
     grant: GrantBytes = b""
     """Of what a member of a group is to hold, signed by the user, see fusion_node.grants; empty for a single node."""
+    mask_keys: MaskKeys = b""
+    """That it shares with each other member of its group, in their order, MASK_KEY_BYTES each; empty, and left out on
+    the wire, where the plan has no masks."""
+
+    def __repr__(self) -> str:
+        """Without the keys, whoever prints it."""
+        place = f"stage={self.stage}, member={self.member}"
+        return f"OpenSession(session={self.session.hex()}, epoch={self.epoch}, {place})"
 
 
 class SessionOpened(Message, frozen=True, array_like=True, tag="opened"):
@@ -431,9 +443,10 @@ class PartialsEntry(msgspec.Struct, frozen=True, array_like=True):
 class Partials(Message, frozen=True, array_like=True, tag="p"):
     """Member to member: what the receiver's part of one linear's output gets from the sender's part of its input.
 
-    The payload are the rows of all entries in their order, in ``f32``, each of as many values as the receiver's part
-    has. ``exchange`` says of which linear of ``layer`` (fusion_node.slices.Exchange). The tag is one letter because
-    four or five of these go to every other member in every layer.
+    The payload are the rows of all entries in their order, each of as many values as the receiver's part has, in
+    ``f32``; of sessions whose sums are masked as words of 64 bits. ``exchange`` says of which linear of ``layer``
+    (fusion_node.slices.Exchange). The tag is one letter because four or five of these go to every other member in every
+    layer.
     """
 
     layer: Annotated[int, msgspec.Meta(ge=0, le=4096)]
@@ -592,8 +605,15 @@ class Frame(NamedTuple):
     payload: memoryview
 
 
-encode_message: Callable[[AnyMessage], bytes] = encode_header
-"""The frame up to the payload; the payload follows as it is."""
+def encode_message(message: AnyMessage) -> bytes:
+    """The frame up to the payload; the payload follows as it is.
+
+    Raises:
+        WireError: the header is longer than a receiver would accept.
+    """
+    if type(message) is OpenSession and not message.mask_keys:
+        return encode_header(without_last(message))
+    return encode_header(message)
 
 
 def decode_message(frame: bytes | bytearray | memoryview) -> Frame:
@@ -650,6 +670,10 @@ def _check_open(message: OpenSession) -> None:
         raise WireError("the nodes of a path are not in ascending order")
     if any(layer >= after for layer, after in itertools.pairwise(message.taps)):
         raise WireError("layers whose rows are asked for are not in ascending order")
+    if message.mask_keys:
+        num_others, rest = divmod(len(message.mask_keys), MASK_KEY_BYTES)
+        if rest or num_others < MIN_MASKED_MEMBERS - 1 or message.member > num_others:
+            raise WireError("keys of masks for no group")
 
 
 def _check_resend(message: Resend) -> None:
@@ -738,6 +762,7 @@ __all__ = [
     "INT8",
     "INT8_BLOCK",
     "KEPT_S",
+    "MASKS_FEATURE",
     "MAX_EXPANSION",
     "MAX_HEADER_BYTES",
     "MAX_NODES_PER_STEP",

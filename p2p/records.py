@@ -29,7 +29,7 @@ import msgspec
 from fusion_node.errors import ConfigError
 from fusion_node.slices import MAX_MEMBERS, MAX_WEIGHT, ModelSlice
 from fusion_node.types import PeerId, UnixS
-from fusion_node.wire import SignedEnvelope, WireError, decode_bounded
+from fusion_node.wire import SignedEnvelope, WireError, decode_bounded, without_last
 from p2p.identity import Identity, is_signed_by
 from p2p.record_columns import RecordColumns
 
@@ -256,6 +256,8 @@ class Plan(msgspec.Struct, frozen=True, array_like=True):
     """0: somebody waits for the answer. 1: batch work, which takes what the others leave."""
     wire: ShortText = ""
     """How tensors are encoded between its stages; empty for the plain encoding of the numerics class."""
+    masks: bool = False
+    """Members of its groups send their contributions masked, so that each learns only sums: docs, "Masked sums"."""
 
 
 @functools.lru_cache(maxsize=32_768)
@@ -270,8 +272,8 @@ def sign_record(record: NodeRecord, identity: Identity) -> bytes:
 
 
 def sign_plan(plan: Plan, identity: Identity) -> bytes:
-    """The plan as a signed envelope, ready for the wire."""
-    return sign_statement(plan, _PLAN_DOMAIN, identity)
+    """The plan as a signed envelope, ready for the wire. ``masks`` is left out where there are none."""
+    return sign_statement(plan if plan.masks else without_last(plan), _PLAN_DOMAIN, identity)
 
 
 def sign_lease(lease: Lease, identity: Identity) -> bytes:
@@ -594,7 +596,7 @@ class RecordTable:
             self._introduced.remove(held.introducer, peer)
 
 
-def sign_statement(body: msgspec.Struct, domain: bytes, identity: Identity) -> bytes:
+def sign_statement(body: msgspec.Struct | tuple[object, ...], domain: bytes, identity: Identity) -> bytes:
     """A statement as a signed envelope. Its first field is its version, and the domain is that of its kind alone."""
     encoded = msgspec.msgpack.encode(body)
     return msgspec.msgpack.encode(SignedEnvelope(body=encoded, signature=identity.sign(domain, encoded)))

@@ -31,7 +31,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from fusion_node.errors import ConfigError
-from fusion_node.slices import Dims, Exchange, ModelSlice, exchange_width, exchanges, split
+from fusion_node.slices import MIN_MASKED_MEMBERS, Dims, Exchange, ModelSlice, contribution_bytes, exchanges, split
 from fusion_node.types import LayerRange, PeerId, group_id, is_group, members_of
 from scheduler.cost_model import Workload, compute_s_per_layer, seconds_per_layer
 from scheduler.leg_table import BulkLegs, Floats
@@ -62,9 +62,6 @@ _SHARED_S = 1e9
 
 MAX_EDGES = 16
 """First and last layers of holders of one split that are combined to ranges which all slices are held of."""
-
-VALUE_BYTES = 4
-"""Of what members exchange: binary32."""
 
 EXCHANGE_MESSAGE_S = 0.0003
 """What a small message takes of a member's processor, to send or to receive it: cipher, framing and event loop
@@ -140,6 +137,7 @@ def form_groups(
     avoid: Avoid,
     num_members: int | None = None,
     is_thorough: bool = False,
+    is_masked: bool = False,
 ) -> Formed:
     """All groups that are worth planning with.
 
@@ -148,8 +146,9 @@ def form_groups(
         num_members: of each group, at least 2; None: any number above that.
         is_thorough: with all ways to choose the members that are looked at, up to MAX_WAYS: of use where no route leads
             over the best ones, because their members are needed elsewhere, or may not stand beside one another.
+        is_masked: their sums are masked, which takes at least MIN_MASKED_MEMBERS, and more bytes.
     """
-    table = _Table(legs, dims, workload, rules, avoid)
+    table = _Table(legs, dims, workload, rules, avoid, is_masked=is_masked)
     usable: list[SliceHolder] = []
     rejected: list[tuple[SliceHolder, Rejection]] = []
     for holder in sorted(holders, key=lambda each: (each.peer, each.layers, each.weights, each.index)):
@@ -231,7 +230,7 @@ def _splits(
     """
     best: dict[tuple[LayerRange, tuple[int, ...]], list[float]] = {}
     for holder in others:
-        if _is_wanted(holder.weights, num_members) and not table.problem(holder.weights):
+        if table.wants(holder.weights, num_members) and not table.problem(holder.weights):
             best.setdefault((holder.layers, holder.weights), [math.inf] * len(holder.weights))
     for holder in usable:
         costs = best.setdefault((holder.layers, holder.weights), [math.inf] * len(holder.weights))
@@ -333,7 +332,10 @@ def _worst(table: Floats, peers: Sequence[PeerId], at: dict[PeerId, int], of: np
 class _Table:
     """What is asked of groups, and what is reckoned once."""
 
-    def __init__(self, legs: Legs, dims: Dims, workload: Workload, rules: Rules, avoid: Avoid) -> None:
+    def __init__(
+        self, legs: Legs, dims: Dims, workload: Workload, rules: Rules, avoid: Avoid, *, is_masked: bool
+    ) -> None:
+        self._is_masked = is_masked
         self.legs, self.workload, self.rules, self.avoid = legs, workload, rules, avoid
         self._dims = dims
         self._widths: dict[tuple[int, ...], Floats | str] = {}
@@ -366,8 +368,11 @@ class _Table:
                 known = str(error)
             else:
                 self._columns[weights] = tuple((each.columns.start, each.columns.stop) for each in bounds)
-                known = VALUE_BYTES * np.array(
-                    [[exchange_width(self._dims, owner, each) for owner in bounds] for each in self.exchanges],
+                known = np.array(
+                    [
+                        [contribution_bytes(self._dims, owner, each, is_masked=self._is_masked) for owner in bounds]
+                        for each in self.exchanges
+                    ],
                     dtype=np.float64,
                 )
             self._widths[weights] = known
@@ -396,6 +401,12 @@ class _Table:
         operator = holder.candidate.operator if self.rules.one_shard_per_operator else ""
         return operator, *self.rules.ownership.kinds(holder.candidate)
 
+    def wants(self, weights: tuple[int, ...], num_members: int | None) -> bool:
+        """Whether a group of so many is looked for."""
+        if num_members is not None and len(weights) != num_members:
+            return False
+        return len(weights) >= (MIN_MASKED_MEMBERS if self._is_masked else 2)
+
     def exchange(self, members: Sequence[SliceHolder], weights: tuple[int, ...]) -> Speed:
         """What the exchanges of a layer take, for 1, 16 and 256 rows."""
         num, peers = len(members), [each.peer for each in members]
@@ -418,10 +429,6 @@ class _Table:
         return Speed(first, second, third)
 
 
-def _is_wanted(weights: tuple[int, ...], num_members: int | None) -> bool:
-    return len(weights) >= 2 if num_members is None else len(weights) == num_members
-
-
 def _holds(holder: SliceHolder, layers: LayerRange) -> bool:
     return holder.layers.start <= layers.start and layers.stop <= holder.layers.stop
 
@@ -432,7 +439,7 @@ def _why_not(holder: SliceHolder, table: _Table, num_members: int | None) -> Rej
     def reject(reason: Reason, text: str) -> Rejection:
         return Rejection(candidate.peer, candidate.layers, reason, text)
 
-    if not _is_wanted(holder.weights, num_members):
+    if not table.wants(holder.weights, num_members):
         return reject(Reason.OUTSIDE, f"holds a slice of one of {len(holder.weights)}, which you do not want")
     if problem := table.problem(holder.weights):
         return reject(Reason.OUTSIDE, problem)

@@ -21,6 +21,8 @@ Source: docs/protocol-data-plane.md; docs/audit.md says what each finding means.
 
 Ugly: what a node was sent of the states of a layer counts together over a session: a node that was given two different
 slices of it by two plans, which no plan of one group does, is said to have the sum at once.
+
+Above 600 lines: what is found of one session is one state, in which every kind of frame has its part.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from fusion_node.audit_records import (
+    MASKED,
+    PLAIN,
     OpenLine,
     OrderLine,
     PartialsLine,
@@ -344,10 +348,21 @@ class _Session:
             self._add_width(frame, what.width, width, "values")
             self._note_foreign(plan, frame)
             return
+        form = MASKED if plan.seen.masks else PLAIN
+        if what.dtype != form:
+            text = f"{told(frame)}: its values are {what.dtype or 'nothing'} where the plan says {form}"
+            self._add(Kind.OVERSENT, text, frame)
+            self._note_foreign(plan, frame)
+            return
         self._totals[frame.receiver, "partials"] += 1
         self._totals[frame.receiver, "partials_bytes"] += what.bytes
         inputs = plan.inputs_of(stage, exchange, frame.sender)
-        if width >= inputs:
+        # Of masked ones it has the sum alone: equations in what all others have together.
+        equations, unknowns = width, inputs
+        if plan.seen.masks:
+            equations = plan.equations_of(stage, exchange, frame.receiver)
+            unknowns = plan.inputs_of_others(stage, exchange, frame.receiver)
+        if equations >= unknowns:
             self._contributed.setdefault(frame.receiver, set()).add((exchange, frame.sender, inputs))
         self._partials.append((frame, what, stage))
 

@@ -19,7 +19,17 @@ from dataclasses import dataclass, field
 
 from fusion_node.audit_records import PlanSeen, StageSeen
 from fusion_node.errors import ConfigError
-from fusion_node.slices import Dims, Exchange, SliceBounds, exchange_width, exchanges, overlap, split
+from fusion_node.slices import (
+    Dims,
+    Exchange,
+    SliceBounds,
+    exchange_width,
+    exchanges,
+    has_squares,
+    masked_width,
+    overlap,
+    split,
+)
 
 EXCHANGE_NAMES = {exchange.name.lower(): exchange for exchange in Exchange}
 
@@ -127,7 +137,13 @@ class RoutePlan:
 
     def width_of(self, stage: Stage, exchange: Exchange, receiver: str) -> int:
         """Values of a row that every other member sends this one."""
-        return exchange_width(self.dims, stage.bounds[stage.peers.index(receiver)], exchange)
+        owner = stage.bounds[stage.peers.index(receiver)]
+        return (masked_width if self.seen.masks else exchange_width)(self.dims, owner, exchange)
+
+    def equations_of(self, stage: Stage, exchange: Exchange, receiver: str) -> int:
+        """What a row tells ``receiver`` of the linear's input: as many sums of products of it."""
+        width = exchange_width(self.dims, stage.bounds[stage.peers.index(receiver)], exchange)
+        return width - has_squares(self.dims, exchange)
 
     def inputs_of(self, stage: Stage, exchange: Exchange, sender: str) -> int:
         """How many values of the linear's input a contribution of ``sender`` is made of, for each row."""
@@ -139,6 +155,10 @@ class RoutePlan:
                 return len(bounds.channels)
             case _:
                 return len(bounds.columns)
+
+    def inputs_of_others(self, stage: Stage, exchange: Exchange, receiver: str) -> int:
+        """The same of all that others contribute to ``receiver`` together."""
+        return sum(self.inputs_of(stage, exchange, peer) for peer in stage.peers if peer != receiver)
 
     def _into(self, boundary: int) -> Iterable[Way]:
         whole = range(self.dims.hidden)

@@ -6,7 +6,8 @@ gloo's over ours. The time of a round is that of its slowest member.
 
 gloo has reduce_scatter for tensors on a CPU, which is what the checks are about. Beside it stands what one would write
 by hand: all_to_all_single, which moves as few bytes as ours does, and sums in the order of members. gloo neither
-encrypts, nor knows who it talks to, nor looks at values.
+encrypts, nor knows who it talks to, nor looks at values. With three members or more ours is there twice, with masked
+sums and without.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import psutil
 
 from benchmarks.fusion.sizes import least_bytes, widths
 from benchmarks.report import Check
-from fusion_node.slices import Dims
+from fusion_node.slices import MIN_MASKED_MEMBERS, Dims
 
 DIMS = Dims(hidden=576, heads=9, kv_heads=3, head_dim=64, channels=1536)
 """Of the built-in model; benchmarks.fusion.wire reads them from it."""
@@ -33,10 +34,12 @@ DIMS = Dims(hidden=576, heads=9, kv_heads=3, head_dim=64, channels=1536)
 GROUPS = (2, 3, 4)
 QUICK_GROUPS = (2, 3)
 ROWS = (1, 16, 64)
-OURS, GLOO, BY_HAND = "ours", "gloo", "gloo-all-to-all"
-CONTENDERS = (OURS, GLOO, BY_HAND)
+OURS, MASKED, GLOO, BY_HAND = "ours", "ours-masked", "gloo", "gloo-all-to-all"
 LAYERS = {1: 30, 16: 20, 64: 10}
 """By rows, of one round; a third of it among four members, of whom gloo's take a tenth of a second for each."""
+
+MAX_MASKED_RATIO = 3.0
+"""Twice the bytes to seal and open, and the streams."""
 
 NUM_ROUNDS, NUM_QUICK_ROUNDS = 11, 5
 
@@ -47,6 +50,11 @@ class Times:
 
     seconds: list[float] = field(default_factory=list)
     cpu: list[float] = field(default_factory=list)
+
+
+def contenders(size: int) -> tuple[str, ...]:
+    """Who is measured; of two members none has masked sums."""
+    return (OURS, MASKED, GLOO, BY_HAND) if size >= MIN_MASKED_MEMBERS else (OURS, GLOO, BY_HAND)
 
 
 def median_ratio(others: Sequence[float], ours: Sequence[float]) -> float:
@@ -125,15 +133,16 @@ def _free_port() -> int:
 
 def measure(size: int, num_rounds: int) -> list[dict[str, Any]]:
     """All widths of one size of groups, all contenders in turn."""
-    times = {rows: {name: Times() for name in CONTENDERS} for rows in ROWS}
+    names = contenders(size)
+    times = {rows: {name: Times() for name in names} for rows in ROWS}
     with ExitStack() as stack:
-        teams = {name: stack.enter_context(Team(name, size)) for name in CONTENDERS}
+        teams = {name: stack.enter_context(Team(name, size)) for name in names}
         for rows in reversed(ROWS):  # large ones first: they end the allocator's mapping of every buffer anew
             for team in teams.values():
                 team.measure(rows, 3, Times())
         for number in range(num_rounds):
             for rows in ROWS:
-                for name in CONTENDERS if number % 2 else CONTENDERS[::-1]:
+                for name in names if number % 2 else names[::-1]:
                     teams[name].measure(rows, LAYERS[rows] // (3 if size > 3 else 1), times[rows][name])
     return [_told(size, rows, times[rows]) for rows in ROWS]
 
@@ -144,7 +153,7 @@ def _told(size: int, rows: int, times: dict[str, Times]) -> dict[str, Any]:
         "members": size,
         "rows": rows,
         "least_bytes_per_layer": least_bytes(DIMS, (1,) * size, rows),
-        "ratios": {name: median_ratio(times[name].seconds, ours) for name in CONTENDERS if name != OURS},
+        "ratios": {name: median_ratio(times[name].seconds, ours) for name in times if name != OURS},
         "ms_per_layer": {name: round(1e3 * statistics.median(each.seconds), 4) for name, each in times.items()},
         "cpu_ms_per_layer": {name: round(1e3 * statistics.mean(each.cpu), 4) for name, each in times.items()},
         "rounds_ms": {name: [round(1e3 * each, 4) for each in told.seconds] for name, told in times.items()},
@@ -179,4 +188,15 @@ def run(quick: bool) -> tuple[list[Check], dict[str, Any]]:
                     ">=",
                 )
             )
+            if MASKED in told["ratios"]:
+                checks.append(
+                    Check(
+                        f"masked-{size}-{told['rows']}",
+                        f"a layer's exchanges, masked / plain, {what}",
+                        told["ratios"][MASKED],
+                        "x",
+                        MAX_MASKED_RATIO,
+                        "<=",
+                    )
+                )
     return checks, {"cells": cells}

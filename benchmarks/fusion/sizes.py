@@ -2,7 +2,8 @@
 
 Lower bound: each member sends each other member exactly what contributes to that one's part of each linear's output,
 in float32, and the sum of squares of its columns where a norm needs it. Less would not do for these splits and this
-arithmetic; compression is left out, since the contributions of random-looking sums do not compress.
+arithmetic; compression is left out, since the contributions of random-looking sums do not compress. Where sums are
+masked it is the same in words of 64 bits, of which a sum of squares takes two.
 """
 
 from __future__ import annotations
@@ -10,9 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fusion_node.slices import Dims, exchange_width, exchanges, split
-
-VALUE_BYTES = 4
+from fusion_node.slices import Dims, contribution_bytes, exchange_width, exchanges, split
 
 BEGIN_BYTES = 5
 """The kind of a segment and the length of the frame that begins in it."""
@@ -29,10 +28,14 @@ def widths(dims: Dims, weights: Sequence[int]) -> list[list[int]]:
     return [[exchange_width(dims, owner, exchange) for owner in bounds] for exchange in exchanges(dims)]
 
 
-def least_bytes(dims: Dims, weights: Sequence[int], num_rows: int) -> int:
-    """Of one layer, between all members together."""
-    values = sum(sum(by_member) for by_member in widths(dims, weights))
-    return VALUE_BYTES * num_rows * values * (len(weights) - 1)
+def least_bytes(dims: Dims, weights: Sequence[int], num_rows: int, *, is_masked: bool = False) -> int:
+    """Of one layer, between all members together; of masked sums what their ring takes."""
+    row_bytes = sum(
+        contribution_bytes(dims, owner, exchange, is_masked=is_masked)
+        for owner in split(dims, weights)
+        for exchange in exchanges(dims)
+    )
+    return num_rows * row_bytes * (len(weights) - 1)
 
 
 def least_messages(dims: Dims, weights: Sequence[int]) -> int:

@@ -22,6 +22,7 @@ def wire_table(data: dict[str, Any]) -> str:
     rows: list[tuple[str, ...]] = [
         (
             "members",
+            "sums",
             "rows",
             "bytes of a layer",
             "least",
@@ -37,6 +38,7 @@ def wire_table(data: dict[str, Any]) -> str:
         rows.append(
             (
                 str(cell["members"]),
+                "masked" if cell.get("masked") else "plain",
                 str(cell["rows"]),
                 f"{cell['bytes_per_layer']:,.0f}",
                 f"{cell['least_bytes_per_layer']:,.0f}",
@@ -57,25 +59,28 @@ def exchange_table(data: dict[str, Any]) -> str:
             "members",
             "rows",
             "ours, ms per layer",
+            "masked",
             "reduce_scatter",
             "all_to_all and a sum",
+            "masked / ours",
             "reduce_scatter / ours",
             "all_to_all / ours",
             "CPU ms, ours",
+            "masked",
             "reduce_scatter",
             "all_to_all",
         )
     ]
     for cell in data["cells"]:
         ms, cpu, ratios = cell["ms_per_layer"], cell["cpu_ms_per_layer"], cell["ratios"]
-        names = ("ours", "gloo", "gloo-all-to-all")
+        names = ("ours", "ours-masked", "gloo", "gloo-all-to-all")
         rows.append(
             (
                 str(cell["members"]),
                 str(cell["rows"]),
-                *(f"{ms[name]:.2f}" for name in names),
-                *(f"{ratios[name]:.2f} x" for name in names[1:]),
-                *(f"{cpu[name]:.2f}" for name in names),
+                *(f"{ms[name]:.2f}" if name in ms else "" for name in names),
+                *(f"{ratios[name]:.2f} x" if name in ratios else "" for name in names[1:]),
+                *(f"{cpu[name]:.2f}" if name in cpu else "" for name in names),
             )
         )
     return _table(rows)

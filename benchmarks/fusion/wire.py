@@ -34,6 +34,7 @@ from fusion_node.engine.sliced_stage import SlicedStage
 from fusion_node.engine.tensor_codec import encode_rows
 from fusion_node.errors import FusionError
 from fusion_node.grants import GRANT_ID_BYTES, Grant
+from fusion_node.mask_keys import SECRET_BYTES, mask_keys
 from fusion_node.slices import Dims, ModelSlice
 from fusion_node.store import StoredModel
 from fusion_node.types import LayerRange, PeerId
@@ -44,6 +45,7 @@ from p2p.identity import Identity
 from p2p.links import LinkPool
 from p2p.messages import (
     FUSION_FEATURE,
+    MASKS_FEATURE,
     AnyMessage,
     CloseSession,
     OpenSession,
@@ -60,6 +62,7 @@ from p2p.websocket import WebSocketNetwork
 
 MODEL = "smollm2-135m"
 GROUPS = (2, 3, 4)
+MASKED_GROUPS = (3, 4)
 ROWS = (1, 16, 64)
 NUM_STEPS, NUM_QUICK_STEPS = 8, 1
 MAX_RATIO = 1.05
@@ -145,7 +148,7 @@ class Group:
     def dims(self) -> Dims:
         return self._members[0].engine.dims
 
-    async def carry(self, num_rows: int, num_steps: int) -> tuple[Carried, dict[str, int]]:
+    async def carry(self, num_rows: int, num_steps: int, *, is_masked: bool = False) -> tuple[Carried, dict[str, int]]:
         """Passes steps of so many rows through all layers, one after another; also returns messages by their type."""
         user, recorder = self._user, self._recorder
         layers, weights = self._members[0].engine.layers, self._members[0].engine.member.weights
@@ -154,17 +157,26 @@ class Group:
         now = time.time()
         plan = Plan(
             PROTOCOL_VERSION, user.identity.peer_id, secrets.token_bytes(16), 0, self._model.model_id, "fp32",
-            num_rows * (num_steps + 1), now, now + 600.0, (stage,),
+            num_rows * (num_steps + 1), now, now + 600.0, (stage,), masks=is_masked,
         )  # fmt: skip
-        signed = sign_plan(plan, user.identity)
+        signed, secret, num_members = sign_plan(plan, user.identity), secrets.token_bytes(SECRET_BYTES), len(members)
         for index, each in enumerate(self._members):
             await user.pool.connect(PeerId(each.identity.peer_id), [each.address])
             grant = Grant(
                 PROTOCOL_VERSION, secrets.token_bytes(GRANT_ID_BYTES), plan.user, each.identity.peer_id,
                 name_of(plan.session), plan.model_id, stage.start, stage.stop, index, weights, now, now + 600.0,
             )  # fmt: skip
+            keys = mask_keys(
+                secret, session=plan.session, epoch=0, opening=0, stage=0, num_members=num_members, member=index
+            )
             opening = OpenSession(
-                plan.session, plan.epoch, 0, signed, member=index, grant=sign_grant(grant, user.identity)
+                plan.session,
+                plan.epoch,
+                0,
+                signed,
+                member=index,
+                grant=sign_grant(grant, user.identity),
+                mask_keys=keys if is_masked else b"",
             )
             user.pool.send(each.identity.peer_id, opening)
         await user.wait_for(SessionOpened, len(members))
@@ -182,7 +194,7 @@ class Group:
             num_messages=counts["messages"],
             other_bytes=counts["other_bytes"],
             num_others=counts["others"],
-            least_bytes=num_steps * len(layers) * least_bytes(self.dims, weights, num_rows),
+            least_bytes=num_steps * len(layers) * least_bytes(self.dims, weights, num_rows, is_masked=is_masked),
         )
         types = dict(recorder.by_type - types_before)
         for each in self._members:
@@ -243,7 +255,7 @@ async def _member(
         identity.peer_id,
         on_frame=server.on_frame,
         on_closed=server.on_closed,
-        features=(FEATURE, FUSION_FEATURE),
+        features=(FEATURE, FUSION_FEATURE, MASKS_FEATURE),
         recorder=recorder,
     )
     server.attach(pool)
@@ -263,10 +275,11 @@ async def measure(rows: Sequence[int], num_steps: int) -> list[dict[str, Any]]:
     layers, found = LayerRange(0, model.num_layers), []
     for num_members in GROUPS:
         async with group_of(model, layers, num_members) as group:
-            for num_rows in rows:
-                carried, types = await group.carry(num_rows, num_steps)
-                found.append(_told(group.dims, num_members, num_rows, carried, types))
-                print(in_words(found[-1]), file=sys.stderr, flush=True)
+            for is_masked in (False, True) if num_members in MASKED_GROUPS else (False,):
+                for num_rows in rows:
+                    carried, types = await group.carry(num_rows, num_steps, is_masked=is_masked)
+                    found.append(_told(group.dims, num_members, num_rows, carried, types) | {"masked": is_masked})
+                    print(in_words(found[-1]), file=sys.stderr, flush=True)
     return found
 
 
@@ -294,8 +307,9 @@ def _told(dims: Dims, num_members: int, num_rows: int, carried: Carried, types: 
 def in_words(told: dict[str, Any]) -> str:
     """One line."""
     parts = ", ".join(f"{name} {num_bytes:g}" for name, num_bytes in told["parts"].items())
+    form = ", masked" if told["masked"] else ""
     return (
-        f"{told['members']} members, {told['rows']} rows: {told['ratio']:.4f} x the least of "
+        f"{told['members']} members{form}, {told['rows']} rows: {told['ratio']:.4f} x the least of "
         f"{told['least_bytes_per_layer']:g} bytes per layer in {told['messages_per_layer']:g} messages; {parts}"
     )
 

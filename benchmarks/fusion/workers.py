@@ -10,6 +10,7 @@ is timed is from contributions to sums, exchange by exchange, each after the one
 
 Ours is what a member does with its contributions but for computing: made into a message, sealed, carried over a
 WebSocket, opened, read, checked for values that are not finite, at both ends, and added up in the order of members.
+Masked it is the same in words, with the streams of all pairs, and a look at the bounds of what is sent and of the sum.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.fusion.exchange import DIMS, MASKED, OURS
+from fusion_node.engine.masked_sums import MaskedSums, encode_words
 from fusion_node.engine.tensor_codec import decode_partials, encode_partials
+from fusion_node.mask_keys import mask_keys
+from fusion_node.slices import exchanges, split
 from fusion_node.types import PeerId
 from p2p.identity import Identity
 from p2p.links import LinkPool
@@ -50,11 +55,48 @@ class Contributions:
         return bool((sums == self.total).all())
 
 
+class Plain:
+    """Contributions as they are."""
+
+    def outgoing(self, parts: Sequence[torch.Tensor], layer: int, exchange: int) -> Sequence[Any]:
+        """What goes to each member."""
+        return parts
+
+    def payload(self, part: Any) -> memoryview:
+        return encode_partials([part])
+
+    def total(self, parts: Sequence[Any], own: int, rows: int, exchange: int) -> torch.Tensor:
+        tensors = [part if rank == own else decode_partials(part, rows) for rank, part in enumerate(parts)]
+        sums = tensors[0] + tensors[1]
+        for tensor in tensors[2:]:
+            sums += tensor
+        return sums
+
+
+class Masked(Plain):
+    """Contributions under masks that cancel."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        keys = mask_keys(bytes(32), session=bytes(16), epoch=0, opening=0, stage=0, num_members=size, member=rank)
+        self._exchanges = exchanges(DIMS)
+        self._sums = MaskedSums(DIMS, split(DIMS, (1,) * size), rank, keys=keys, epoch=0)
+
+    def outgoing(self, parts: Sequence[torch.Tensor], layer: int, exchange: int) -> Sequence[Any]:
+        place = self._exchanges[exchange]
+        return self._sums.contributions(parts, node=FIRST_NODE, layer=layer, exchange=place)
+
+    def payload(self, part: Any) -> memoryview:
+        return encode_words([part])
+
+    def total(self, parts: Sequence[Any], own: int, rows: int, exchange: int) -> torch.Tensor:
+        return self._sums.total(parts, rows, self._exchanges[exchange])
+
+
 class Ours:
     """A member over the links of nodes."""
 
-    def __init__(self, rank: int, size: int, widths: Sequence[Sequence[int]]) -> None:
-        self._rank, self._size, self._widths = rank, size, widths
+    def __init__(self, rank: int, size: int, widths: Sequence[Sequence[int]], form: Plain) -> None:
+        self._rank, self._size, self._widths, self._form = rank, size, widths, form
         self._identity = Identity.generate()
         self._pool = LinkPool(
             WebSocketNetwork(self._identity),
@@ -105,10 +147,10 @@ class Ours:
 
     def _contribute(self) -> None:
         layer, exchange = divmod(self._at - self._start, len(self._widths))
-        parts = self._mine.parts[exchange]
+        parts = self._form.outgoing(self._mine.parts[exchange], layer, exchange)
         for rank, peer in enumerate(self._peers):
             if rank != self._rank:
-                payload = encode_partials([parts[rank]])
+                payload = self._form.payload(parts[rank])
                 entries = (PartialsEntry(ALIAS, FIRST_NODE, self._rows),)
                 self._pool.send(peer, Partials(layer, exchange, entries), payload)
         self._place(self._at)[self._rank] = parts[self._rank]
@@ -126,14 +168,12 @@ class Ours:
             self._go_on()
 
     def _go_on(self) -> None:
-        while self._at < self._stop and None not in (parts := self._place(self._at)):
+        # By identity: arrays compare themselves with None at length.
+        while self._at < self._stop and not any(part is None for part in self._place(self._at)):
+            parts = self._place(self._at)
             del self._got[self._at]
-            tensors = [
-                part if rank == self._rank else decode_partials(part, self._rows) for rank, part in enumerate(parts)
-            ]
-            sums = tensors[0] + tensors[1]
-            for tensor in tensors[2:]:
-                sums += tensor
+            exchange = (self._at - self._start) % len(self._widths)
+            sums = self._form.total(parts, self._rank, self._rows, exchange)
             if self._at - self._start < len(self._widths):
                 self._is_right &= self._mine.is_sum(sums)
                 self._began = time.perf_counter()
@@ -145,9 +185,9 @@ class Ours:
                 self._done = None
 
 
-async def serve_ours(rank: int, size: int, widths: Sequence[Sequence[int]]) -> None:
+async def serve_ours(rank: int, size: int, widths: Sequence[Sequence[int]], form: Plain) -> None:
     """Until there are no more commands."""
-    member = Ours(rank, size, widths)
+    member = Ours(rank, size, widths, form)
     loop = asyncio.get_running_loop()
     _say({"address": await member.listen(), "peer": member.peer})
     others = json.loads(await loop.run_in_executor(None, sys.stdin.readline))
@@ -218,8 +258,9 @@ def main(arguments: Sequence[str]) -> None:
     torch.set_num_threads(1)
     kind, rank, size = arguments[0], int(arguments[1]), int(arguments[2])
     widths = [[int(width) for width in by_owner.split(",")] for by_owner in arguments[3].split("/")]
-    if kind == "ours":
-        asyncio.run(serve_ours(rank, size, widths))
+    if kind in (OURS, MASKED):
+        form = Masked(rank, size) if kind == MASKED else Plain()
+        asyncio.run(serve_ours(rank, size, widths, form))
     else:
         serve_gloo(kind, rank, size, widths, int(arguments[4]))
 

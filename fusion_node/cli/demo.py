@@ -33,13 +33,14 @@ from fusion_node.cli.comparison import compare
 from fusion_node.cli.local_swarm import LocalNode, LocalSwarm, describe_nodes, split_evenly
 from fusion_node.cli.logs import LogFormat, configure_logs
 from fusion_node.cli.models import pull_with_progress
-from fusion_node.cli.options import AsJson, DraftModelName, Home, emulated_line
+from fusion_node.cli.options import AsJson, DraftModelName, Home, MaskedSums, emulated_line
 from fusion_node.cli.pictures import coverage
 from fusion_node.cli.pictures import slices as picture_of_slices
 from fusion_node.cli.talk import describe
 from fusion_node.client.overview import ModelView, SplitView, look_around
 from fusion_node.client.sampling import SamplingParams
 from fusion_node.client.swarm import NO_DRAFT
+from fusion_node.client.user_rules import check_masked_sums, topology_of
 from fusion_node.errors import ConfigError, LocalProtocolError
 from fusion_node.slices import ModelSlice
 from fusion_node.store import StoredModel
@@ -112,6 +113,7 @@ def demo(
             "what every member was sent is audited then."
         ),
     ] = Topology.PIPELINE,
+    masked_sums: MaskedSums = False,
     check: Annotated[bool, typer.Option("--check", help="Compare with the model run in one process.")] = False,
     home: Home = None,
     as_json: AsJson = False,
@@ -127,13 +129,15 @@ def demo(
         raise ConfigError("a draft model is of no use without speculation: add --speculate auto")
     console = Console(stderr=as_json)
     model = pull_with_progress(MODEL, home=home)
+    check_masked_sums(masked_sums, topology_of(topology.value), nodes)
     if topology is Topology.FUSION and nodes < 2:
         raise ConfigError("a fusion group has two members at least: leave --nodes out, or take more")
     if nodes > (MAX_FUSED if topology is Topology.FUSION else model.num_layers):
         what = f"{MAX_FUSED} query heads" if topology is Topology.FUSION else f"{model.num_layers} layers"
         raise ConfigError(f"{MODEL} has {what}: --nodes may be at most that")
     per_node = threads or max(1, (os.cpu_count() or 1) // nodes)
-    staging = _Staging(model, nodes, per_node, home, line, mode, draft_model, is_fused=topology is Topology.FUSION)
+    is_fused = topology is Topology.FUSION
+    staging = _Staging(model, nodes, per_node, home, line, mode, draft_model, is_fused=is_fused, masks=masked_sums)
     if prompt is None:
         prompt = QUESTION if mode is Speculation.OFF else COMPARED_QUESTION
     result, report = asyncio.run(_run(staging, prompt, params, console, check=check))
@@ -170,6 +174,7 @@ class _Staging:
     speculation: Speculation
     draft_model: str | None
     is_fused: bool = False
+    masks: bool = False
 
     @property
     def ranges(self) -> list[LayerRange]:
@@ -272,6 +277,7 @@ async def _play(
                     emulated_line=line,
                     prefix_cache=not is_compared,
                     topology="fusion" if staging.is_fused else "pipeline",
+                    masked_sums=staging.masks,
                     audit=folder / "user.audit" if staging.is_fused else None,
                 )
             )
@@ -286,6 +292,7 @@ async def _play(
                         draft_model=staging.draft_model,
                         connection=swarm.connection,
                         topology="fusion" if staging.is_fused else "pipeline",
+                        masked_sums=staging.masks,
                     )
                 )
             await asyncio.gather(

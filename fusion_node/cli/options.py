@@ -11,7 +11,7 @@ import typer
 
 from fusion_node.client.ownership_file import read_ownership
 from fusion_node.client.sampling import SamplingParams
-from fusion_node.client.user_rules import UserRules, check_members, topology_of
+from fusion_node.client.user_rules import UserRules, check_masked_sums, check_members, topology_of
 from fusion_node.errors import ConfigError
 from fusion_node.types import PeerId
 from p2p.identity import Identity, peer_id_of, public_key_of
@@ -143,6 +143,14 @@ TopologyName = Annotated[
 ]
 Members = Annotated[
     int | None, typer.Option("--members", metavar="N", help="So many members of each group. Else any number.")
+]
+MaskedSums = Annotated[
+    bool,
+    typer.Option(
+        "--masked-sums",
+        help="No member of a group learns what another one contributes, but what all others contribute together: in "
+        "groups of 3 or more, with --topology fusion.",
+    ),
 ]
 EmulateRtt = Annotated[
     float | None,
@@ -292,9 +300,10 @@ def check_ownership(path: Path | None) -> None:
         read_ownership(path)
 
 
-def check_topology(topology: str, members: int | None) -> None:
-    """Raises ConfigError for an unknown topology, and for a number of members that no group has."""
+def check_topology(topology: str, members: int | None, masked_sums: bool) -> None:
+    """Raises ConfigError for an unknown topology, and for groups that cannot be or do not do what is asked of them."""
     check_members(members, topology_of(topology))
+    check_masked_sums(masked_sums, topology_of(topology), members)
 
 
 def emulated_line(rtt_ms: float | None, jitter_ms: float | None, rate_Mbps: float | None) -> LineShape | None:

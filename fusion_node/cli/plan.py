@@ -17,6 +17,7 @@ from fusion_node.cli.options import (
     Deny,
     DistinctOperators,
     Home,
+    MaskedSums,
     MaxPrice,
     MaxStages,
     Mdns,
@@ -83,6 +84,7 @@ def plan(
     ownership: OwnershipFileName = None,
     topology: TopologyName = "pipeline",
     members: Members = None,
+    masked_sums: MaskedSums = False,
     threads: Threads = None,
     puzzle_bits: PuzzleBits = None,
     mdns: Mdns = True,
@@ -93,7 +95,7 @@ def plan(
     configure_logs(LogFormat.AUTO, quiet=True)
     rules = user_rules(allow, deny, distinct_operators, max_price, max_stages)
     check_ownership(ownership)
-    check_topology(topology, members)
+    check_topology(topology, members, masked_sums)
     from fusion_node.client.swarm import SwarmClient
 
     async def run() -> PlanView:
@@ -114,6 +116,7 @@ def plan(
             ownership=ownership,
             topology=topology,
             members=members,
+            masked_sums=masked_sums,
         ) as swarm:
             return await swarm.plan(prompt_tokens=prompt_tokens, max_tokens=max_tokens)
 
@@ -146,7 +149,7 @@ def _head(view: PlanView) -> Iterator[str]:
     yield from _wrapped(
         f"{printable(view.model)} in {view.numerics}, {view.num_layers} layers: a prompt of {view.prompt_tokens} "
         f"tokens and an answer of {view.max_tokens}, planned for {view.objective}"
-        f"{'' if view.topology == 'pipeline' else f', {view.topology}'}"
+        f"{'' if view.topology == 'pipeline' else f', {view.topology}'}{', with masked sums' if view.masks else ''}"
     )
     if view.rules:
         yield from _wrapped(f"your rules: {'; '.join(view.rules)}")

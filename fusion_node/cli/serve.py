@@ -22,6 +22,7 @@ from fusion_node.cli.options import (
     EmulateRate,
     EmulateRtt,
     Home,
+    MaskedSums,
     MaxPrice,
     MaxStages,
     Mdns,
@@ -77,6 +78,7 @@ def serve(
     ownership: OwnershipFileName = None,
     topology: TopologyName = "pipeline",
     members: Members = None,
+    masked_sums: MaskedSums = False,
     threads: Threads = None,
     puzzle_bits: PuzzleBits = None,
     mdns: Mdns = True,
@@ -92,7 +94,7 @@ def serve(
     configure_logs(log_format, verbose=verbose)
     rules = user_rules(allow, deny, distinct_operators, max_price, max_stages)
     check_ownership(ownership)
-    check_topology(topology, members)
+    check_topology(topology, members, masked_sums)
     host, port = parse_listen(listen)
     if port:
         # Before anything heavy is loaded.
@@ -123,6 +125,7 @@ def serve(
         ownership=ownership,
         topology=topology,
         members=members,
+        masked_sums=masked_sums,
     )
     asyncio.run(_until_told_to_stop(_serve(connect, model, host, port)))
 

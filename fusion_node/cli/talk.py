@@ -24,6 +24,7 @@ from fusion_node.cli.options import (
     EmulateRate,
     EmulateRtt,
     Home,
+    MaskedSums,
     MaxPrice,
     MaxStages,
     MaxTokens,
@@ -110,6 +111,7 @@ def generate(
     ownership: OwnershipFileName = None,
     topology: TopologyName = "pipeline",
     members: Members = None,
+    masked_sums: MaskedSums = False,
     threads: Threads = None,
     puzzle_bits: PuzzleBits = None,
     mdns: Mdns = True,
@@ -124,7 +126,7 @@ def generate(
     configure_logs(LogFormat.AUTO, quiet=True)
     rules = user_rules(allow, deny, distinct_operators, max_price, max_stages)
     check_ownership(ownership)
-    check_topology(topology, members)
+    check_topology(topology, members, masked_sums)
     line = emulated_line(emulate_rtt, emulate_jitter, emulate_rate)
     params = sampling(max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop)
     if speculation_plot is not None:
@@ -159,6 +161,7 @@ def generate(
             ownership=ownership,
             topology=topology,
             members=members,
+            masked_sums=masked_sums,
         ) as swarm:
             answer = swarm.generate(text, params, raw=raw)
             pieces = []
@@ -211,6 +214,7 @@ def chat(
     ownership: OwnershipFileName = None,
     topology: TopologyName = "pipeline",
     members: Members = None,
+    masked_sums: MaskedSums = False,
     threads: Threads = None,
     puzzle_bits: PuzzleBits = None,
     mdns: Mdns = True,
@@ -225,7 +229,7 @@ def chat(
     configure_logs(LogFormat.AUTO, quiet=True)
     rules = user_rules(allow, deny, distinct_operators, max_price, max_stages)
     check_ownership(ownership)
-    check_topology(topology, members)
+    check_topology(topology, members, masked_sums)
     line = emulated_line(emulate_rtt, emulate_jitter, emulate_rate)
     params = sampling(max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, None)
     from fusion_node.client.swarm import SwarmClient
@@ -252,6 +256,7 @@ def chat(
             ownership=ownership,
             topology=topology,
             members=members,
+            masked_sums=masked_sums,
         ) as swarm:
             await converse(swarm, params, system)
 

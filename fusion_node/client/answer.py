@@ -34,7 +34,7 @@ from fusion_node.errors import FusionError, PeerError, PeerRevoked, PeerUnreacha
 from fusion_node.types import MonotonicS, PeerId, is_group, members_of
 from p2p.compression import Packed, Packing
 from p2p.identity import short
-from p2p.messages import FUSION_FEATURE, AnyMessage, CloseSession, StepResult, StepTaps, TensorMeta
+from p2p.messages import FUSION_FEATURE, MASKS_FEATURE, AnyMessage, CloseSession, StepResult, StepTaps, TensorMeta
 from p2p.records import PlanMember, dialled_at
 from scheduler.ownership import OwnershipBreach
 
@@ -425,7 +425,13 @@ class AnswerShell:
 
     def _is_linked(self, peer: PeerId, is_member: bool) -> bool:
         links = self._connection.links
-        return links.is_connected(peer) and (not is_member or FUSION_FEATURE in links.features(peer))
+        return links.is_connected(peer) and not (is_member and self._lacking(links.features(peer)))
+
+    def _lacking(self, features: frozenset[str]) -> str:
+        """What the program of a member knows nothing of; empty when it knows all that it has to."""
+        if FUSION_FEATURE not in features:
+            return "groups"
+        return "masked sums" if self._groups.are_masked and MASKS_FEATURE not in features else ""
 
     async def _try_link(self, node: PlanMember, is_member: bool) -> PeerError | None:
         peer, addresses, links = PeerId(node.peer), dialled_at(node), self._connection.links
@@ -433,8 +439,8 @@ class AnswerShell:
             if not addresses and not links.is_connected(peer):
                 raise PeerUnreachable(peer, f"node {short(peer)} can be dialled by nobody, and no relay leads to it")
             await links.connect(peer, addresses, timeout_s=CONNECT_S)
-            if is_member and FUSION_FEATURE not in links.features(peer):
-                raise PeerUnreachable(peer, f"the program of node {short(peer)} knows nothing of groups")
+            if is_member and (what := self._lacking(links.features(peer))):
+                raise PeerUnreachable(peer, f"the program of node {short(peer)} knows nothing of {what}")
         except PeerError as error:
             return error
         return None

@@ -38,6 +38,7 @@ import numpy as np
 
 from fusion_node.client.suspicion_core import Contradictions, judge
 from fusion_node.errors import LocalProtocolError, PeerError
+from fusion_node.mask_keys import mask_keys
 from fusion_node.slices import split_columns
 from fusion_node.types import MonotonicS, PeerId, is_group, members_of
 from fusion_node.wire import WireError, printable
@@ -215,6 +216,7 @@ class Groups:
         grant: see IssueGrant; None: members are sent none.
         on_closed: is told of every session that a member is told to close and not to keep.
         on_refused: is told of every session that a member has not opened at all.
+        mask_secret: of this answer, from which keys of masks are derived where a plan has masks.
     """
 
     def __init__(
@@ -227,7 +229,9 @@ class Groups:
         grant: IssueGrant | None = None,
         on_closed: Callable[[bytes, PeerId], None] = lambda session, member: None,
         on_refused: Callable[[bytes, PeerId], None] = lambda session, member: None,
+        mask_secret: bytes = b"",
     ) -> None:
+        self._mask_secret = mask_secret
         self._hidden_size = hidden_size
         self._wire_dtype = wire_dtype
         self._decompress = decompress
@@ -250,7 +254,14 @@ class Groups:
         """By member, its groups that have failed without anybody having been found guilty for sure."""
         self._contradictions = Contradictions()
         """Of the whole answer."""
+        self._num_openings = 0
+        """Of groups in the whole answer: masks have new keys with each."""
         self._asking: list[tuple[PeerId, AnyMessage]] = []
+
+    @property
+    def are_masked(self) -> bool:
+        """Plans of this answer have masks."""
+        return bool(self._mask_secret)
 
     @property
     def are_used(self) -> bool:
@@ -311,6 +322,7 @@ class Groups:
         group = self._by_id.get(peer)
         if group is not None and isinstance(message, OpenSession):
             group.open = message
+            return self._opening(group, message)
         if group is not None and isinstance(message, SessionQuery):
             for member in group.members:
                 member.questions.append(_Question(now))
@@ -321,6 +333,32 @@ class Groups:
             (member, self._to_member(group, message, index) if isinstance(message, OpenSession) else message)
             for index, member in enumerate(members_of(peer))
         ]
+
+    def _opening(self, group: _Group, message: OpenSession) -> list[tuple[PeerId, AnyMessage]]:
+        """An ``open`` for each member of a group that has not answered one, with new keys where there are masks."""
+        openings = {
+            index: self._to_member(group, message, index)
+            for index, member in enumerate(group.members)
+            if member.opened is None
+        }
+        if self._present.masks:
+            openings = {
+                index: msgspec.structs.replace(
+                    opening,
+                    mask_keys=mask_keys(
+                        self._mask_secret,
+                        session=message.session,
+                        epoch=message.epoch,
+                        opening=self._num_openings,
+                        stage=group.stage,
+                        num_members=len(group.members),
+                        member=index,
+                    ),
+                )
+                for index, opening in openings.items()
+            }
+            self._num_openings += 1
+        return [(group.members[index].peer, opening) for index, opening in openings.items()]
 
     def cut(self, peer: PeerId, tensor: TensorMeta, payload: memoryview) -> list[Rows]:
         """Rows for a node or a group, as parts for each of its members; on any thread.
@@ -411,10 +449,9 @@ class Groups:
         for group in self._by_id.values():
             if group.is_anew and not group.is_open and group.open is not None:
                 opening, group.open = group.open, None
-                for index, member in enumerate(group.members):
-                    if member.opened is None:
-                        close = CloseSession(session=opening.session, epoch=opening.epoch)
-                        found += [(member.peer, close), (member.peer, self._to_member(group, opening, index))]
+                close = CloseSession(session=opening.session, epoch=opening.epoch)
+                for peer, message in self._opening(group, opening):
+                    found += [(peer, close), (peer, message)]
         return found
 
     def lost(self, member: PeerId) -> None:
@@ -548,7 +585,9 @@ class Groups:
         if len(have) > 1 and is_resumed and not group.is_anew:
             group.is_anew = True
             for each in group.members:
-                if each.opened is not None and (each.opened.next_sequence or each.opened.num_positions):
+                # With masks all of them: keys of pairs are new for both.
+                has_something = each.opened is not None and (each.opened.next_sequence or each.opened.num_positions)
+                if has_something or self._present.masks:
                     each.opened = None
             return []
         group.is_open = True

@@ -177,6 +177,7 @@ class PlanView(msgspec.Struct, frozen=True):
             much one could be, and ``num_unsearched`` candidates were left out.
         problem: why there is no route; empty when there is one.
         topology: what stages may be.
+        masks: sums of groups are masked.
     """
 
     model: str
@@ -205,6 +206,7 @@ class PlanView(msgspec.Struct, frozen=True):
     rejected: tuple[RejectedView, ...] = ()
     problem: str = ""
     topology: str = "pipeline"
+    masks: bool = False
 
 
 def view_of(
@@ -219,6 +221,7 @@ def view_of(
     max_tokens: int,
     topology: Topology = Topology.PIPELINE,
     dims: Dims | None = None,
+    masks: bool = False,
 ) -> PlanView:
     """What led to a plan, and the plan, if there is one.
 
@@ -241,6 +244,7 @@ def view_of(
         rejected=_rejected(explained),
         problem=printable(explained.problem, limit=MAX_PROBLEM_CHARACTERS),
         topology=topology.value,
+        masks=masks,
     )
     if not isinstance(explained.found, Planned) or explained.found.plan is None:
         return view

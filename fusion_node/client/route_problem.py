@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from fusion_node.client.connection import MeasuredNode
 from fusion_node.client.user_rules import UserRules
 from fusion_node.engine.numerics import NUMERICS
-from fusion_node.slices import ModelSlice
+from fusion_node.slices import MIN_MASKED_MEMBERS, ModelSlice
 from fusion_node.store import StoredModel
 from fusion_node.types import LayerRange, PeerId
 from fusion_node.wire import printable
@@ -39,6 +39,7 @@ def why_no_route(
     rules: UserRules,
     topology: Topology = Topology.PIPELINE,
     num_members: int | None = None,
+    is_masked: bool = False,
     missing: Sequence[MissingSlice] = (),
 ) -> str:
     """For the message of NoRoute.
@@ -47,7 +48,7 @@ def why_no_route(
         candidates: among which was planned.
         records: of all nodes that were found.
         room: positions of the session.
-        topology, num_members: what stages may be.
+        topology, num_members, is_masked: what stages may be.
         missing: slices without which there is no group.
     """
     name, parts = model.name, list[str]()
@@ -55,7 +56,15 @@ def why_no_route(
     shards = [shard for record in records for shard in record.shards if shard.model_id == model.model_id]
     if topology is Topology.FUSION:
         return _why_no_group(
-            gap, rejections, missing, shards, unreachable, name=name, numerics=numerics, num_members=num_members
+            gap,
+            rejections,
+            missing,
+            shards,
+            unreachable,
+            name=name,
+            numerics=numerics,
+            num_members=num_members,
+            is_masked=is_masked,
         )
     if gap.against_rules:
         ranges = ", ".join(map(str, gap.against_rules))
@@ -120,14 +129,18 @@ def _why_no_group(
     name: str,
     numerics: str,
     num_members: int | None,
+    is_masked: bool,
 ) -> str:
     """Where all stages are to be groups."""
-    size = "" if num_members is None else f" of {num_members}"
+    least = MIN_MASKED_MEMBERS if is_masked else 2
+    size = f" of {num_members}" if num_members is not None else f" of {least} or more, as masked sums need it,"
+    size = size if is_masked or num_members is not None else ""
     ranges = ", ".join(map(str, gap.layers))
     parts = [f"no fusion group{size} is complete for layers {ranges} of {name} in {numerics}"]
     parts += _missing(missing)
     sizes = {ModelSlice.parse(s.slice).num_members for s in shards if s.slice and s.numerics == numerics}
-    if num_members is not None and sizes and num_members not in sizes:
+    is_wanted = {size for size in sizes if (size >= least if num_members is None else size == num_members)}
+    if sizes and not is_wanted:
         parts.append(f"nodes hold slices for groups of {', '.join(map(str, sorted(sizes)))}")
     elif not missing and sizes:
         parts.append("there are groups, but not for all layers, or none that keeps your rules")
@@ -140,7 +153,8 @@ def _why_no_group(
     # One more group of a few layers does not help where the others are missing for another reason.
     longest = max((len(each.layers) for each in missing), default=0)
     absent = next((each for each in missing if len(each.layers) == longest and each.why == HELD_BY_NOBODY), None)
-    lacking = ModelSlice(0, (1,) * (num_members or 2)) if absent is None else ModelSlice(absent.index, absent.weights)
+    any_group = ModelSlice(0, (1,) * (num_members or least))
+    lacking = any_group if absent is None else ModelSlice(absent.index, absent.weights)
     layers = absent.layers if absent is not None else gap.layers[0]
     if absent is None and missing:
         return "; ".join(parts)

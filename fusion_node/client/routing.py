@@ -186,6 +186,7 @@ class Router:
         objective, rules: of the user.
         topology: what stages may be.
         num_members: of each group; None: any number.
+        masks: sums of groups are masked.
         dims: sizes of the model's layers; needed where stages may be groups.
         claims_path: where measured speeds are kept for other processes; None: nowhere.
 
@@ -207,11 +208,13 @@ class Router:
         rules: UserRules = UserRules(),  # noqa: B008 - frozen
         topology: Topology = Topology.PIPELINE,
         num_members: int | None = None,
+        masks: bool = False,
         dims: Dims | None = None,
         claims_path: Path | None = None,
     ) -> None:
         self.topology = topology
         self.num_members = num_members
+        self.masks = masks
         self.dims = None if topology is Topology.PIPELINE else dims
         self._connection = connection
         self._model = model
@@ -629,6 +632,7 @@ class Router:
             avoid=avoid,
             num_members=self.num_members,
             is_thorough=is_thorough,
+            is_masked=self.masks,
         )
 
     async def _explain(self, look: Look, workload: Workload, avoid: Avoid, is_explained: bool) -> Explained:
@@ -677,6 +681,7 @@ class Router:
                     rules=self.rules,
                     topology=self.topology,
                     num_members=self.num_members,
+                    is_masked=self.masks,
                     missing=formed.missing,
                 )
             everybody = (*candidates, *(holder.candidate for holder in holders))

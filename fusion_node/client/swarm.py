@@ -43,7 +43,7 @@ from fusion_node.client.speculation_core import SpeculationCore
 from fusion_node.client.speculative_answer import SpeculativeShell
 from fusion_node.client.text_stream import TextStream
 from fusion_node.client.tokenizer import ChatMessage, Tokenizer
-from fusion_node.client.user_rules import UserRules, check_members, objective_of, topology_of
+from fusion_node.client.user_rules import UserRules, check_masked_sums, check_members, objective_of, topology_of
 from fusion_node.engine.architectures import first_layers, load_config, max_positions
 from fusion_node.engine.boundary import Boundary
 from fusion_node.engine.device import choose_device, prepare_thread, set_threads
@@ -56,6 +56,7 @@ from fusion_node.engine.sliced_layer import fusion_dims
 from fusion_node.engine.tensor_codec import RowsNotFinite, decode_rows, encode_rows
 from fusion_node.errors import ConfigError, ContextTooLong, NoPeers, UnknownModel
 from fusion_node.grants import GRANT_ID_BYTES
+from fusion_node.mask_keys import SECRET_BYTES
 from fusion_node.store import ModelStore, StoredModel
 from fusion_node.types import LayerRange, MonotonicS, PeerId, UnixS, members_of
 from fusion_node.wire import WireError, printable
@@ -133,6 +134,8 @@ class SwarmClient:
         topology: what serves a part of the model: ``pipeline``, one node each; ``fusion``, groups of nodes of which
             none is ever sent a whole hidden state; ``hybrid``, what is faster.
         members: of each group, exactly; None: any number from 2 on.
+        masked_sums: members of groups, of which there must be 3 or more in each, learn of what the others contribute
+            their sum alone (docs/fusion.md). Needs ``topology="fusion"``.
         puzzle_bits: what the identities of nodes must have paid; None is 0 on one machine and among members of a
             private swarm, and otherwise what nodes pay unless told otherwise.
         speculation: ``auto`` guesses ahead where that is faster, ``tree`` and ``chain`` only in that way, ``off``
@@ -171,6 +174,7 @@ class SwarmClient:
         ownership: Ownership | Path | None = None,
         topology: str = "pipeline",
         members: int | None = None,
+        masked_sums: bool = False,
         puzzle_bits: int | None = None,
         speculation: str = "off",
         draft_model: str | None = None,
@@ -204,6 +208,8 @@ class SwarmClient:
         config = load_config(self.model)
         self.topology = topology_of(topology)
         check_members(members, self.topology)
+        check_masked_sums(masked_sums, self.topology, members)
+        self._masks = masked_sums
         self._dims = None
         if self.topology is not Topology.PIPELINE:
             _check_can_fuse(self._numerics, self._wire)
@@ -267,6 +273,7 @@ class SwarmClient:
             rules=rules,
             topology=self.topology,
             num_members=members,
+            masks=masked_sums,
             dims=self._dims,
             claims_path=path_of(ModelStore(home).home, self.model.model_id, self._numerics.name),
         )
@@ -363,6 +370,7 @@ class SwarmClient:
             max_tokens=max_tokens,
             topology=self.topology,
             dims=self._dims,
+            masks=self._masks,
         )
 
     @property
@@ -667,6 +675,7 @@ class SwarmClient:
             grant=grant,
             on_closed=self.grants.ended,
             on_refused=self.grants.refused,
+            mask_secret=secrets.token_bytes(SECRET_BYTES) if self._masks else b"",
         )
 
     def _core_of(
@@ -826,6 +835,7 @@ class SwarmClient:
             stages=stages,
             priority=self._priority,
             wire=self._wire,
+            masks=self._masks,
         )
         groups.begin(plan)
         if groups.are_used:

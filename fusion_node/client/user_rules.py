@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from fusion_node.errors import ConfigError
-from fusion_node.slices import MAX_MEMBERS
+from fusion_node.slices import MAX_MEMBERS, MIN_MASKED_MEMBERS
 from fusion_node.types import PeerId
 from fusion_node.wire import printable
 from p2p.identity import short
@@ -153,6 +153,21 @@ def check_members(members: int | None, topology: Topology) -> None:
         raise ConfigError("members are those of fusion groups: add --topology fusion, or hybrid")
     if not 2 <= members <= MAX_MEMBERS:
         raise ConfigError(f"groups of {members} members make no sense: name 2 to {MAX_MEMBERS}")
+
+
+def check_masked_sums(masked_sums: bool, topology: Topology, members: int | None) -> None:
+    """Raises ConfigError where sums are to be masked and there is nobody to hide behind."""
+    if not masked_sums:
+        return
+    if topology is not Topology.FUSION:
+        raise ConfigError(
+            f"masked sums are those of fusion groups, and in a {topology} nodes see whole states: add --topology fusion"
+        )
+    if members is not None and members < MIN_MASKED_MEMBERS:
+        raise ConfigError(
+            f"of a group of {members} each is sent what the other one contributes, masked or not: masked sums need "
+            f"--members {MIN_MASKED_MEMBERS} or more"
+        )
 
 
 def _split(selector: str) -> tuple[str, str]:

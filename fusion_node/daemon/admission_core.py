@@ -35,7 +35,7 @@ from fusion_node.daemon.taps_core import problem_with_taps
 from fusion_node.engine.block_manager_core import BlockManager, NoRoom
 from fusion_node.engine.session_log_core import LogState, SessionLog
 from fusion_node.grants import ReleaseReason
-from fusion_node.slices import ModelSlice
+from fusion_node.slices import MASK_KEY_BYTES, MIN_MASKED_MEMBERS, ModelSlice
 from fusion_node.types import LayerRange, ModelId, MonotonicS, PeerId
 from p2p.messages import (
     DRAINING,
@@ -196,6 +196,7 @@ class Session:
         lease_envelope: what the user was last given, signed, and when it ends.
         taps: layers whose rows its user may ask for, of the present epoch.
         grant: under which it holds what it has, of the present epoch; None where none is demanded.
+        mask_keys: that it shares with each other member of its group, of the present epoch; see OpenSession.
     """
 
     key: bytes
@@ -239,6 +240,7 @@ class Session:
     num_joining_rows: int = 0
     num_joining_bytes: int = 0
     grant: HeldGrant | None = None
+    mask_keys: bytes = field(default=b"", repr=False)
 
     @property
     def user(self) -> PeerId:
@@ -453,6 +455,7 @@ class Admission:
             taps=message.taps,
             member=message.member,
             grant=held_grant,
+            mask_keys=message.mask_keys,
         )
         if message.folds:
             session.log.next_sequence = session.num_done = reused  # an entry per position
@@ -652,6 +655,11 @@ class Admission:
             held = "whole layers are" if self.slice is None else f"slice {self.slice} is"
             wanted = "whole layers" if asked is None else f"slice {asked}"
             return Refused(RefusalCode.SLICE_NOT_HELD, f"{held} held here, not {wanted}")
+        if plan.masks and any(len(stage.members) < MIN_MASKED_MEMBERS for stage in plan.stages):
+            reason = f"sums are masked in groups of {MIN_MASKED_MEMBERS} or more, and in nothing else"
+            return Refused(RefusalCode.BAD_PLAN, reason)
+        if len(message.mask_keys) != (MASK_KEY_BYTES * (len(place.members) - 1) if plan.masks else 0):
+            return Refused(RefusalCode.BAD_PLAN, "not one key of masks for each other member of the group")
         if plan.wire and any(stage.is_group for stage in plan.stages):
             return Refused(RefusalCode.BAD_PLAN, "rows of groups have the plain encoding")
         if place.is_group and message.taps:
@@ -677,7 +685,7 @@ class Admission:
 
     def _adopt(self, session: Session, plan: Plan, message: OpenSession, now: MonotonicS) -> None:
         session.plan, session.stage, session.taps = plan, message.stage, message.taps
-        session.member = message.member
+        session.member, session.mask_keys = message.member, message.mask_keys
         session.num_queued_before = session.num_queued_rows
         session.state, session.kept_until = SessionState.OPENING, None
         session.resends.clear()

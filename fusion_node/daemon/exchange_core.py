@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,14 +40,11 @@ from fusion_node.engine.batching_core import (
     MAX_WAITING_ROWS,
     Overload,
 )
-from fusion_node.slices import Dims, Exchange, SliceBounds, exchange_width, exchanges
+from fusion_node.slices import VALUE_BYTES, Dims, Exchange, SliceBounds, contribution_bytes, exchanges
 from fusion_node.types import LayerRange, MonotonicS, PeerId
 from fusion_node.wire import MAX_PAYLOAD_BYTES
 from p2p.identity import short
 from p2p.messages import MAX_UNIT_ROWS, Partials, Standing
-
-VALUE_BYTES = 4
-"""Contributions travel as float32."""
 
 MAX_BEGUN_ROWS = 1024
 """Of one session, in units that have begun and are not done. As many as keep a line of 100 ms busy beside 256 rows that
@@ -156,6 +153,30 @@ class Batch:
         return sum(unit.num_rows for unit in self.units)
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What contributions to this member look like.
+
+    Attributes:
+        row_bytes: of one row, for each exchange that this member gets; those of a layer, in order.
+        max_unit_rows: of one unit.
+        max_begun_rows: of one session under way here, or one unit; others may have MAX_BEGUN_ROWS.
+    """
+
+    row_bytes: Mapping[Exchange, int]
+    max_unit_rows: int = MAX_UNIT_ROWS
+    max_begun_rows: int = MAX_BEGUN_ROWS
+
+    @classmethod
+    def of(cls, dims: Dims, bounds: Sequence[SliceBounds], own: int, *, is_masked: bool = False) -> Form:
+        """Of a session whose sums are masked or not."""
+        return cls(
+            {each: contribution_bytes(dims, bounds[own], each, is_masked=is_masked) for each in exchanges(dims)},
+            unit_rows(dims, bounds, is_masked=is_masked),
+            begun_rows(dims, bounds, is_masked=is_masked),
+        )
+
+
 @dataclass(slots=True, eq=False)
 class _Group:
     """The group of one session under its present plan."""
@@ -166,6 +187,7 @@ class _Group:
     members: tuple[PeerId, ...]
     own: int
     layers: LayerRange
+    form: Form
     units: dict[int, Unit] = field(default_factory=dict)
     """Those that are not done, by node, in order."""
     last: Unit | None = None
@@ -185,19 +207,22 @@ class _Group:
         return [peer for index, peer in enumerate(self.members) if index != self.own]
 
 
-def unit_rows(dims: Dims, bounds: Sequence[SliceBounds]) -> int:
+def unit_rows(dims: Dims, bounds: Sequence[SliceBounds], *, is_masked: bool = False) -> int:
     """Rows of a unit: as many as fit into a frame whatever is exchanged. The same for all members."""
-    widest = max(exchange_width(dims, owner, exchange) for owner in bounds for exchange in exchanges(dims))
     rows = MAX_UNIT_ROWS
-    while rows > 1 and rows * widest * VALUE_BYTES > MAX_PAYLOAD_BYTES:
+    while rows > 1 and rows * _widest_bytes(dims, bounds, is_masked) > MAX_PAYLOAD_BYTES:
         rows //= 2
     return rows
 
 
-def begun_rows(dims: Dims, bounds: Sequence[SliceBounds]) -> int:
+def begun_rows(dims: Dims, bounds: Sequence[SliceBounds], *, is_masked: bool = False) -> int:
     """Rows of one session that a member has under way, or one unit: as many as no link is given up for."""
-    widest = max(exchange_width(dims, owner, exchange) for owner in bounds for exchange in exchanges(dims))
-    return min(MAX_BEGUN_ROWS, MAX_BEGUN_BYTES // (widest * VALUE_BYTES))
+    return min(MAX_BEGUN_ROWS, MAX_BEGUN_BYTES // _widest_bytes(dims, bounds, is_masked))
+
+
+def _widest_bytes(dims: Dims, bounds: Sequence[SliceBounds], is_masked: bool) -> int:
+    each = (contribution_bytes(dims, owner, e, is_masked=is_masked) for owner in bounds for e in exchanges(dims))
+    return max(each)
 
 
 class Exchanges:
@@ -205,7 +230,7 @@ class Exchanges:
 
     Args:
         widths: values per row of each exchange that this member gets; those of a layer, in order.
-        max_begun_rows: of one session under way here, or one unit; others may have MAX_BEGUN_ROWS.
+        max_unit_rows, max_begun_rows: see Form; of sessions that say nothing else.
         max_phase_rows: of one batch, or one unit.
         max_waiting_rows: of all sessions together, but for a small step of each.
 
@@ -213,7 +238,6 @@ class Exchanges:
         counters: of what was not heeded.
         members: with whom sessions that were entered are shared, and how many.
         max_rows: of one batch.
-        max_unit_rows: of one unit.
         num_rows: that are not done.
     """
 
@@ -229,13 +253,12 @@ class Exchanges:
         self.counters: Counter[str] = Counter()
         self.members: Counter[PeerId] = Counter()
         self.max_rows = max_phase_rows
-        self.max_unit_rows = max_unit_rows
         self.num_rows = 0
-        self._max_begun_rows = max_begun_rows
         self._max_phase_rows = max_phase_rows
         self._exchanges = tuple(widths)
         self._place_of = {exchange: place for place, exchange in enumerate(self._exchanges)}
-        self._widths = dict(widths)
+        row_bytes = {exchange: VALUE_BYTES * width for exchange, width in widths.items()}
+        self._form = Form(row_bytes, max_unit_rows, max_begun_rows)
         self._max_waiting_rows = max_waiting_rows
         self._groups: dict[Any, _Group] = {}
         self._by_alias: dict[int, _Group] = {}
@@ -252,11 +275,23 @@ class Exchanges:
     # sessions
 
     def enter(
-        self, session: Any, *, user: str, alias: int, members: Sequence[PeerId], own: int, layers: LayerRange
+        self,
+        session: Any,
+        *,
+        user: str,
+        alias: int,
+        members: Sequence[PeerId],
+        own: int,
+        layers: LayerRange,
+        form: Form | None = None,
     ) -> None:
-        """Contributions to a session may come from now on. What there was of it under an earlier plan is over."""
+        """Contributions to a session may come from now on. What there was of it under an earlier plan is over.
+
+        Args:
+            form: of contributions to it; None: that of float32.
+        """
         self.leave(session)
-        group = _Group(session, user, alias, tuple(members), own, layers)
+        group = _Group(session, user, alias, tuple(members), own, layers, form or self._form)
         self._groups[session] = self._by_alias[alias] = group
         self.members.update(group.others)
 
@@ -535,15 +570,15 @@ class Exchanges:
         layer, exchange = place[0], Exchange(place[1])
         if layer not in range(group.layers.start, group.layers.stop) or exchange not in self._place_of:
             return _bad(group, peer, f"an exchange that there is not in layers {group.layers}")
-        width = self._widths[exchange]
-        if len(rows) != num_rows * width * VALUE_BYTES:
-            return _bad(group, peer, f"rows of another width than {width} in {exchange.name}")
+        row_bytes = group.form.row_bytes[exchange]
+        if len(rows) != num_rows * row_bytes:
+            return _bad(group, peer, f"rows of another size than {row_bytes} bytes in {exchange.name}")
         position = (layer - group.layers.start) * len(self._exchanges) + self._place_of[exchange]
         member, unit = group.members.index(peer), group.units.get(node)
         if unit is None:
             if node <= group.last_node:
                 return _bad(group, peer, "rows that are no unit, or are done")
-            if position > 0 or num_rows > self.max_unit_rows:
+            if position > 0 or num_rows > group.form.max_unit_rows:
                 return _bad(group, peer, "rows of a unit that cannot be there yet")
             if member in group.early.get(node, {}):
                 return _bad(group, peer, "the same rows twice")
@@ -572,7 +607,7 @@ class Exchanges:
     def _count_early(self, group: _Group, peer: PeerId, num_rows: int, num_bytes: int) -> Fault | None:
         """Takes room for what comes before its unit has begun."""
         member = group.members.index(peer)
-        if group.early_rows[member] + num_rows > max(MAX_BEGUN_ROWS, self.max_unit_rows):
+        if group.early_rows[member] + num_rows > max(MAX_BEGUN_ROWS, group.form.max_unit_rows):
             return Fault(group.session, FLOODED, "rows of more units than a member may have begun", peer)
         if (
             self._early_bytes[peer] + num_bytes > MAX_EARLY_BYTES
@@ -630,7 +665,7 @@ class Exchanges:
         # Without rows it is done at once: what is behind it would not follow what is before it any more.
         if before is not None and (unit.is_alone or unit.num_rows == 0 or before.position < 0):
             return False
-        fits = group.begun_rows + unit.num_rows <= self._max_begun_rows or not group.begun_rows
+        fits = group.begun_rows + unit.num_rows <= group.form.max_begun_rows or not group.begun_rows
         return group.to_begin is unit and fits
 
     def _not_ready(self, unit: Unit) -> None:

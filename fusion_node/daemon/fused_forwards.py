@@ -3,7 +3,10 @@
 It stands where Forwards stands in a node of whole layers. The event loop decides: the exchange core says which units
 are ready, and the thread of the device takes them through one exchange, from the contributions of all members to those
 that the others get. They leave in one message for each other member, whatever sessions they are of. Only what takes
-less than the way to that thread and back is computed where it is decided.
+less than the way to that thread and back is computed where it is decided. Where sums are masked, that thread makes the
+masks too.
+
+Above 600 lines: what a batch is from its start to its landing, of which each part reads what the one before has left.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from fusion_node.daemon.exchange_core import (
     Batch,
     Exchanges,
     Fault,
+    Form,
     Unit,
     begun_rows,
     unit_rows,
@@ -35,11 +39,12 @@ from fusion_node.daemon.serving_core import ServedStep
 from fusion_node.engine.batching_core import BatchingStatus, Overload, Priority
 from fusion_node.engine.device import prepare_thread, release_cached_memory
 from fusion_node.engine.forward_time_core import ForwardTime
+from fusion_node.engine.masked_sums import BeyondRing, MaskedSums, encode_words
 from fusion_node.engine.shard_engine import PlannedBatch
 from fusion_node.engine.slice_engine import SliceEngine
 from fusion_node.engine.tensor_codec import RowsNotFinite, StepTensors, decode_partials, encode_partials
 from fusion_node.errors import FusionError, ResourceExhausted
-from fusion_node.slices import exchange_width
+from fusion_node.slices import MASKED_BYTES, VALUE_BYTES, contribution_bytes
 from fusion_node.types import MonotonicS, PeerId
 from fusion_node.wire import MAX_PAYLOAD_BYTES
 from p2p.messages import MAX_PARTIALS, Partials, PartialsEntry, StageTiming, Standing
@@ -88,6 +93,8 @@ class _Step:
     queued_us: int
     num_left: int
     """Units that are not done."""
+    masks: MaskedSums | None = None
+    """Of the plan under which it came."""
     compute_us: int = 0
 
     @property
@@ -181,10 +188,16 @@ class FusedForwards:
             max_phase_rows=min(MAX_PHASE_ROWS, most),
         )
         self._core.counters = counters
-        self._sent_bytes = [
-            4 * sum(exchange_width(engine.dims, bounds, exchange) for exchange in engine.exchanges)
-            for bounds in engine.bounds
-        ]
+        self._forms = {masked: Form.of(engine.dims, engine.bounds, own, is_masked=masked) for masked in (False, True)}
+        self._masks: dict[Session, MaskedSums] = {}
+        """Of sessions that were entered and whose sums are masked."""
+        self._sent_bytes = {
+            masked: [
+                sum(contribution_bytes(engine.dims, bounds, each, is_masked=masked) for each in engine.exchanges)
+                for bounds in engine.bounds
+            ]
+            for masked in (False, True)
+        }
         """Per member, for one row in one layer."""
         self._device = ThreadPoolExecutor(1, thread_name_prefix="device-0", initializer=prepare_thread)
         self._time = ForwardTime()
@@ -222,7 +235,7 @@ class FusedForwards:
         """What each other member is sent for one row of a session."""
         places = session.plan.stages[session.stage].members
         return {
-            PeerId(place.peer): len(session.layers) * self._sent_bytes[index]
+            PeerId(place.peer): len(session.layers) * self._sent_bytes[session.plan.masks][index]
             for index, place in enumerate(places)
             if index != session.member
         }
@@ -239,23 +252,32 @@ class FusedForwards:
             members=members,
             own=session.member,
             layers=session.layers,
+            form=self._forms[session.plan.masks],
         )
+        self._masks.pop(session, None)
+        if session.plan.masks:
+            engine = self._engine
+            self._masks[session] = MaskedSums(
+                engine.dims, engine.bounds, session.member, keys=session.mask_keys, epoch=session.plan.epoch
+            )
 
     def cancel(self, session: Session) -> None:
         """Computes nothing more of a session."""
         self._core.leave(session)
+        self._masks.pop(session, None)
 
     # what comes
 
     def add(self, step: ServedStep, hidden: Any) -> tuple[str, str] | None:
         """Takes a step with its decoded rows ``[T, d]``. Code and reason if so much waits that it is not taken."""
-        session, rows, size = step.session, step.rows, self._core.max_unit_rows
+        session, rows = step.session, step.rows
+        size = self._forms[session.plan.masks].max_unit_rows
         if not self._core.holds(session):
             return None  # it has been left since the step came, and its user was told
         num_rows = len(rows.live_rows)
         starts = range(0, max(num_rows, 1), size)
         tensors = StepTensors(hidden, rows.live_rows, step.out, step.encoding)
-        made = _Step(step, tensors, _now_us(), len(starts))
+        made = _Step(step, tensors, _now_us(), len(starts), masks=self._masks.get(session))
         units = [
             Unit(
                 session,
@@ -379,12 +401,15 @@ class FusedForwards:
                 [fused for _, fused in going],
                 None if received is None else [received[index] for index, _ in going],
             )
+            outgoing = []
             for place, (index, fused) in enumerate(going):
+                unit = batch.units[index]
                 if fused.is_done:
-                    self._keep(flight, batch.units[index])
-                elif sent is not None:
-                    flight.own[index] = sent[place][batch.units[index].session.member]
-            self._pack(flight, [(batch.units[i], sent[p]) for p, (i, f) in enumerate(going) if sent and not f.is_done])
+                    self._keep(flight, unit)
+                elif sent is not None and (parts := self._sealed(flight, unit, sent[place])) is not None:
+                    flight.own[index] = parts[unit.session.member]
+                    outgoing.append((unit, parts))
+            self._pack(flight, outgoing)
         flight.seconds = (_now_us() - began_us) / 1e6
         flight.own_s = time.thread_time() - began_s
 
@@ -403,12 +428,16 @@ class FusedForwards:
             for (piece, _), fused in zip(going, self._engine.begin(some, rows), strict=True):
                 piece.fused = fused
 
-    def _received(self, flight: _Flight) -> list[list[Any]] | None:
-        """What has come, as tensors; sessions of which a contribution is no good are lost."""
+    def _received(self, flight: _Flight) -> list[Any] | None:
+        """What has come, as tensors, or as their sum; sessions of which a contribution is no good are lost."""
         if flight.batch.received is None:
             return None
-        out = []
+        out: list[Any] = []
         for unit, parts in zip(flight.batch.units, flight.batch.received, strict=True):
+            masks = unit.payload.step.masks
+            if masks is not None:
+                out.append(self._unmasked(flight, unit, masks, parts))
+                continue
             tensors = []
             for member, part in enumerate(parts):
                 try:
@@ -419,6 +448,28 @@ class FusedForwards:
                     flight.lost[unit.session] = Fault(unit.session, BAD_PARTIALS, str(error), culprit)
             out.append(tensors)
         return out
+
+    def _unmasked(self, flight: _Flight, unit: Unit, masks: MaskedSums, parts: Sequence[Any]) -> Any:
+        """The sum of what has come; without it the session is lost, and nobody knows through whom."""
+        exchange = unit.payload.fused.position[1]
+        try:
+            return masks.total(parts, unit.num_rows, exchange)
+        except BeyondRing as error:
+            flight.lost[unit.session] = Fault(unit.session, "overflow", f"{_place_of(unit)}: {error}")
+            return None
+
+    def _sealed(self, flight: _Flight, unit: Unit, parts: list[Any]) -> list[Any] | None:
+        """What goes to each member of a unit's group; None when it cannot be masked, and its session is lost."""
+        masks = unit.payload.step.masks
+        if masks is None:
+            return parts
+        layer, exchange = unit.payload.fused.position
+        try:
+            sealed: list[Any] = masks.contributions(parts, node=unit.node, layer=layer, exchange=exchange)
+        except BeyondRing as error:
+            flight.lost[unit.session] = Fault(unit.session, "overflow", f"{_place_of(unit)}: {error}")
+            return None
+        return sealed
 
     def _keep(self, flight: _Flight, unit: Unit) -> None:
         """The rows of a unit have passed all layers."""
@@ -433,24 +484,25 @@ class FusedForwards:
 
     def _pack(self, flight: _Flight, going: Sequence[tuple[Unit, list[Any]]]) -> None:
         """One message to each other member, of all sessions in whose group it is; more where a frame is too short."""
-        of_peer: dict[tuple[PeerId, int], list[tuple[Unit, Any]]] = {}
+        of_peer: dict[tuple[PeerId, bool, int], list[tuple[Unit, Any]]] = {}
         for unit, parts in going:
             session: Session = unit.session
             for member, place in enumerate(session.plan.stages[session.stage].members):
                 if member != session.member:
                     # Of one width: the same node may be another member in another group.
-                    of_peer.setdefault((PeerId(place.peer), parts[member].shape[1]), []).append((unit, parts[member]))
-        for (peer, width), entries in of_peer.items():
-            for some in _frames(entries, width):
-                self._pack_one(flight, peer, some)
+                    key = PeerId(place.peer), unit.payload.step.masks is not None, parts[member].shape[1]
+                    of_peer.setdefault(key, []).append((unit, parts[member]))
+        for (peer, is_masked, width), entries in of_peer.items():
+            for some in _frames(entries, width * (MASKED_BYTES if is_masked else VALUE_BYTES)):
+                self._pack_one(flight, peer, some, is_masked)
 
-    def _pack_one(self, flight: _Flight, peer: PeerId, entries: Sequence[tuple[Unit, Any]]) -> None:
+    def _pack_one(self, flight: _Flight, peer: PeerId, entries: Sequence[tuple[Unit, Any]], is_masked: bool) -> None:
         try:
-            payload = encode_partials([part for _, part in entries])
+            payload = (encode_words if is_masked else encode_partials)([part for _, part in entries])
         except RowsNotFinite as error:
             for unit, part in entries:
                 if len(entries) > 1:
-                    self._pack_one(flight, peer, [(unit, part)])
+                    self._pack_one(flight, peer, [(unit, part)], is_masked)
                 else:
                     flight.lost[unit.session] = Fault(unit.session, "overflow", str(error))
             return
@@ -544,12 +596,18 @@ def _size_of(batch: Batch) -> int:
     return size if batch.received is not None else -size
 
 
-def _frames(entries: Sequence[tuple[Unit, Any]], width: int) -> list[list[tuple[Unit, Any]]]:
+def _place_of(unit: Unit) -> str:
+    """What a unit has sent or waits for, for people."""
+    layer, exchange = unit.payload.fused.position
+    return f"{exchange.name} in layer {layer}"
+
+
+def _frames(entries: Sequence[tuple[Unit, Any]], row_bytes: int) -> list[list[tuple[Unit, Any]]]:
     """Cut so that each fits into one message."""
     frames: list[list[tuple[Unit, Any]]] = [[]]
     num_bytes = 0
     for unit, part in entries:
-        more = 4 * width * unit.num_rows
+        more = row_bytes * unit.num_rows
         if frames[-1] and (num_bytes + more > MAX_PAYLOAD_BYTES or len(frames[-1]) == MAX_PARTIALS):
             frames.append([])
             num_bytes = 0

@@ -67,7 +67,7 @@ from p2p.gate import PeerGate
 from p2p.grants import sign_release
 from p2p.identity import Identity
 from p2p.links import LinkPool
-from p2p.messages import FUSION_FEATURE, AnyMessage, Assign, Assigned
+from p2p.messages import FUSION_FEATURE, MASKS_FEATURE, AnyMessage, Assign, Assigned
 from p2p.reachability_verdict import Plane
 from p2p.records import PROTOCOL_VERSION, SPEED_ROWS, NodeRecord, ShardRecord, sign_lease, sign_record
 from p2p.seam import Network, PathKind
@@ -511,7 +511,7 @@ class ServingNode:
             gate=gate,
             is_needed=lambda peer: bool(self._admission.touching(peer)),
             max_upload_Bps=config.max_upload_Bps,
-            features=(FEATURE, FUSION_FEATURE),
+            features=(FEATURE, FUSION_FEATURE, MASKS_FEATURE),
             recorder=recorder,
         )
         # What it knows of peers outlives the server, and others hold it; so it must not hold the first server's shard.

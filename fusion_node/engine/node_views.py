@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from fusion_node.engine.fusion_group import FusionGroup, Sent
+from fusion_node.engine.masked_sums import FRACTION_BITS, MaskedSums, Words
 from fusion_node.engine.session_log_core import StepRows
 from fusion_node.engine.sliced_stage import FusedStep
 from fusion_node.engine.stage import Stage, StepInput
 from fusion_node.engine.tensor_codec import decode_rows, encode_rows
 from fusion_node.errors import LocalProtocolError
-from fusion_node.slices import Exchange, ModelSlice, SliceBounds
+from fusion_node.mask_keys import SECRET_BYTES, mask_keys
+from fusion_node.slices import MIN_MASKED_MEMBERS, Exchange, ModelSlice, SliceBounds
 from p2p.messages import MAX_UNIT_ROWS, Partials, PartialsEntry, Step, alias_of, decode_message, encode_message
 
 Floats = npt.NDArray[np.float32]
@@ -51,6 +53,8 @@ class MemberView:
         middle_Td: of the state between attention and MLP.
         keys_KTH, values_KTH: of its heads, by layer.
         num_bytes: of all frames that came.
+        masked: what would have come in the place of ``received`` with masked sums, read as if there were no masks.
+        others_summed: the sum of all that, less what is its own; both empty in a group that is too small for masks.
     """
 
     member: ModelSlice
@@ -62,6 +66,8 @@ class MemberView:
     keys_KTH: Mapping[int, Floats]
     values_KTH: Mapping[int, Floats]
     num_bytes: int
+    masked: Mapping[tuple[int, Exchange, int], Floats] = field(default_factory=dict)
+    others_summed: Mapping[tuple[int, Exchange], Floats] = field(default_factory=dict)
 
     @property
     def own(self) -> SliceBounds:
@@ -72,7 +78,7 @@ class MemberView:
         return tuple(k for k in range(self.member.num_members) if k != self.member.index)
 
     def summed(self, layer: int, exchange: Exchange) -> Floats:
-        """The contributions of all members: all that a member would see of them if they were masked."""
+        """The contributions of all members."""
         total: Floats | None = None
         for k in range(self.member.num_members):
             is_own = k == self.member.index
@@ -81,6 +87,46 @@ class MemberView:
         if total is None:
             raise LocalProtocolError("a group without members")
         return total
+
+
+class _Masks:
+    """Masks the contributions of a group, and keeps what one member is sent then."""
+
+    def __init__(self, group: FusionGroup, index: int) -> None:
+        self.received: dict[tuple[int, Exchange, int], Floats] = {}
+        self.summed: dict[tuple[int, Exchange], Floats] = {}
+        first, num = group.members[0], len(group.members)
+        secret = secrets.token_bytes(SECRET_BYTES)
+        self._index = index
+        self._members = [
+            MaskedSums(
+                first.dims,
+                first.bounds,
+                member,
+                keys=mask_keys(secret, session=bytes(16), epoch=0, opening=0, stage=0, num_members=num, member=member),
+                epoch=0,
+            )
+            for member in range(num)
+        ]
+        self._parts: list[torch.Tensor] = []
+        """Of one sender, by owner."""
+        self._came: list[Words] = []
+        """To the one member, by sender."""
+
+    def on_sent(self, sent: Sent) -> None:
+        self._parts.append(sent.values_TW)
+        if len(self._parts) < len(self._members):
+            return
+        place, sender = (sent.layer, sent.exchange), self._members[sent.sender]
+        words = sender.contributions(self._parts, node=1, layer=sent.layer, exchange=sent.exchange)[self._index]
+        own_TW, self._parts = self._parts[self._index], []
+        self._came.append(words)
+        if sent.sender != self._index:
+            read_TW = words[:, : own_TW.shape[1]] * 2.0**-FRACTION_BITS
+            self.received[(*place, sent.sender)] = read_TW.astype(np.float32)
+        if len(self._came) == len(self._members):
+            total_TW = self._members[self._index].total(self._came, len(words), sent.exchange)
+            self.summed[place], self._came = _copy(total_TW), []
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +162,11 @@ def watch_group(group: FusionGroup, embedded_TD: torch.Tensor, index: int) -> tu
     contributed: dict[tuple[int, Exchange], Floats] = {}
     truth = GroupTruth({}, {})
     steps: list[FusedStep] = []
+    masks = _Masks(group, index) if len(members) >= MIN_MASKED_MEMBERS else None
 
     def on_sent(sent: Sent) -> None:
+        if masks is not None:
+            masks.on_sent(sent)
         if sent.sender == sent.owner == index:
             contributed[sent.layer, sent.exchange] = _copy(sent.values_TW)
         elif sent.owner == index:
@@ -155,6 +204,8 @@ def watch_group(group: FusionGroup, embedded_TD: torch.Tensor, index: int) -> tu
         keys,
         values,
         sum(len(frame) for _, frame in kept),
+        {} if masks is None else masks.received,
+        {} if masks is None else {place: sum_TW - contributed[place] for place, sum_TW in masks.summed.items()},
     )
     return view, truth
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from fusion_node.engine.shard_engine import KVEngine, PlannedBatch
-from fusion_node.engine.sliced_stage import FusedStep, SlicedStage
+from fusion_node.engine.sliced_stage import Contributions, FusedStep, SlicedStage
 from fusion_node.engine.stage import StepInput
 from fusion_node.slices import Dims, Exchange, ModelSlice, SliceBounds
 
@@ -76,7 +76,7 @@ class SliceEngine(KVEngine[SlicedStage]):
         return self._stage.begin(inputs, batch.layers)
 
     def phase(
-        self, steps: Sequence[FusedStep], received: Sequence[Sequence[torch.Tensor]] | None
+        self, steps: Sequence[FusedStep], received: Sequence[Contributions] | None
     ) -> list[list[torch.Tensor]] | None:
         """As SlicedStage.phase, with the KV of this engine."""
         return self._stage.phase(steps, received, self._pool(0))

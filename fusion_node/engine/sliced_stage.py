@@ -13,7 +13,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -37,6 +37,10 @@ from fusion_node.types import LayerRange
 
 _MAX_TOGETHER = 4
 """Sets of steps whose packed batches are kept between phases; steps that came together stay together mostly."""
+
+
+Contributions: TypeAlias = "Sequence[torch.Tensor] | torch.Tensor"
+"""Those of all members to one exchange, or their sum."""
 
 
 @dataclass(slots=True, eq=False)
@@ -207,14 +211,14 @@ class SlicedStage:
 
     @torch.inference_mode()
     def phase(
-        self, steps: Sequence[FusedStep], received: Sequence[Sequence[torch.Tensor]] | None, pool: KVPool
+        self, steps: Sequence[FusedStep], received: Sequence[Contributions] | None, pool: KVPool
     ) -> list[list[torch.Tensor]] | None:
         """Takes the contributions of all members to one exchange, and makes those of this member to the next.
 
         Args:
             steps: that wait for the same exchange.
-            received: per step and member ``[T, W]`` in float32 on the CPU, the own one included; None when the steps
-                have just begun.
+            received: per step and member ``[T, W]`` in float32 on the CPU, the own one included, or per step their sum;
+                None when the steps have just begun.
             pool: of this slice.
 
         Returns:
@@ -297,9 +301,13 @@ class SlicedStage:
         return out
 
     def _summed(
-        self, steps: Sequence[FusedStep], received: Sequence[Sequence[torch.Tensor]], exchange: Exchange
+        self, steps: Sequence[FusedStep], received: Sequence[Contributions], exchange: Exchange
     ) -> torch.Tensor:
         """Contributions summed in the order of the members."""
+        if any(isinstance(parts, torch.Tensor) for parts in received):
+            # Row by row the same as all at once.
+            of_step = zip(steps, received, strict=True)
+            return _joined([self._one_sum(step, parts, exchange) for step, parts in of_step])
         shape = (sum(s.rows_TD.shape[0] for s in steps), self.width(exchange, self.member.index))
         total: torch.Tensor | None = None
         for parts in zip(*received, strict=True):
@@ -312,6 +320,14 @@ class SlicedStage:
         if total is None or len(received[0]) != self.member.num_members:
             raise LocalProtocolError(f"contributions of {len(received[0])} members of {self.member.num_members}")
         return total
+
+    def _one_sum(self, step: FusedStep, parts: Contributions, exchange: Exchange) -> torch.Tensor:
+        if not isinstance(parts, torch.Tensor):
+            return self._summed([step], [parts], exchange)
+        shape = (step.rows_TD.shape[0], self.width(exchange, self.member.index))
+        if parts.shape != shape or parts.dtype != self.numerics.dtype:
+            raise LocalProtocolError(f"a sum {parts.dtype} of {tuple(parts.shape)} instead of {shape}")
+        return parts.to(self.device)
 
     def _find_together(self, steps: Sequence[FusedStep], pool: KVPool) -> _Together:
         key = tuple(steps)

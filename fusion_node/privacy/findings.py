@@ -19,6 +19,7 @@ class Solved(msgspec.Struct, frozen=True):
         unknowns: of the sender with most of them.
         error: relative, of the worst row of all senders and prompts.
         is_control: random numbers stood for what was sent.
+        is_masked: it was one contribution under its masks.
     """
 
     sent: str
@@ -28,6 +29,7 @@ class Solved(msgspec.Struct, frozen=True):
     unknowns: int
     error: float
     is_control: bool = False
+    is_masked: bool = False
 
 
 class Read(msgspec.Struct, frozen=True):

@@ -2,8 +2,8 @@
 
 Contributions are outputs of linear maps that everybody knows, so each is as many equations in its sender's part of a
 state as the receiver has outputs. Where there are no fewer than unknowns, the receiver has the state whole; at layer 0
-the nearest row of the embedding is then the token. Of masked contributions a member sees but the sums, which are
-equations in what all others have together.
+the nearest row of the embedding is then the token. A masked contribution by itself says nothing. Of those of all others
+a member has the sum, which are equations in what they have together.
 
 Shapes: T tokens, D hidden size, R equations, I unknowns, X values of a view.
 """
@@ -89,8 +89,10 @@ class GroupAttack:
             if Exchange.GATE_UP in exchanges:
                 self._solve_state(layer, Exchange.GATE_UP)
                 self._solve_inner(layer, Exchange.DOWN)
+            self._solve_masked(layer, Exchange.QKV)
             self._solve_sums(layer, Exchange.QKV)
             if Exchange.GATE_UP in exchanges:
+                self._solve_masked(layer, Exchange.GATE_UP)
                 self._middle[layer] = self._solve_sums(layer, Exchange.GATE_UP)
 
     def read(self, token_ids: Sequence[int]) -> list[int]:
@@ -156,12 +158,26 @@ class GroupAttack:
             )
         return state_TD
 
+    def _solve_masked(self, layer: int, exchange: Exchange) -> None:
+        """Each other member's columns from what that one contributed under masks, where there are any."""
+        for k in self._view.others if self._view.masked else ():
+            columns = self._view.bounds[k].columns
+            block_RI = self._model.block(layer, exchange, self._view.own, columns)
+            found_TI = solve(block_RI, self._view.masked[layer, exchange, k][:, : len(block_RI)])
+            true_TI = self._true_state(layer, exchange)[:, columns.start : columns.stop]
+            sent, error = f"masked contributions to {LABELS[exchange]}", relative_error(found_TI, true_TI)
+            self._tally.note_solved(
+                Solved(sent, _STATES[exchange], layer, len(block_RI), len(columns), error, is_masked=True)
+            )
+
     def _solve_sums(self, layer: int, exchange: Exchange) -> Floats:
         """A hidden state ``[T, D]``: all other members' columns together, from the sums of what they contributed."""
         state_TD = self._own_state(layer, exchange)
         others = self._others
         block_RD = self._model.block(layer, exchange, self._view.own, range(self._model.dims.hidden))
-        rest_TR = self._view.summed(layer, exchange) - self._view.contributed[layer, exchange]
+        rest_TR = self._view.others_summed.get((layer, exchange))
+        if rest_TR is None:
+            rest_TR = self._view.summed(layer, exchange) - self._view.contributed[layer, exchange]
         state_TD[:, others] = found_TI = solve(block_RD[:, others], rest_TR[:, : len(block_RD)])
         error = relative_error(found_TI, self._true_state(layer, exchange)[:, others])
         sent = f"sums of {LABELS[exchange]} alone"

@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 
 from fusion_node.audit_records import (
+    MASKED,
+    PLAIN,
     VERSION,
     AnyEvent,
     AnyLine,
@@ -33,7 +35,7 @@ from fusion_node.audit_records import (
     name_of,
 )
 from fusion_node.grants import Grant
-from fusion_node.slices import Dims, Exchange, exchange_width, exchanges, overlap, split
+from fusion_node.slices import Dims, Exchange, exchange_width, exchanges, masked_width, overlap, split
 from p2p.grants import sign_grant
 from p2p.identity import Identity
 from p2p.records import PROTOCOL_VERSION
@@ -66,6 +68,7 @@ class World:
     dims: Dims = DENSE
     unit_rows: int = 256
     session: bytes = bytes(16)
+    masks: bool = False
     runs: dict[str, Run] = field(default_factory=dict, repr=False)
     epoch: int = 0
     next_node: int = 1
@@ -79,7 +82,7 @@ class World:
     def open(self, stages: Sequence[StageSeen] | None = None, **how: bool) -> None:
         """The user sends the plan of the present epoch to all that it names."""
         self.stages = tuple(stages or self.stages)
-        plan = PlanSeen(USER, MODEL, "fp32", self.stages)
+        plan = PlanSeen(USER, MODEL, "fp32", self.stages, masks=self.masks)
         digest = hashlib.blake2b(repr((plan, self.epoch)).encode(), digest_size=16).hexdigest()
         for index, stage in enumerate(self.stages):
             for member, peer in enumerate(stage.peers):
@@ -133,7 +136,8 @@ class World:
                 for sender in stage.peers:
                     for receiver in stage.peers:
                         if sender != receiver:
-                            width = exchange_width(self.dims, bounds[receiver], exchange)
+                            widths = masked_width if self.masks else exchange_width
+                            width = widths(self.dims, bounds[receiver], exchange)
                             self.contribute(sender, receiver, layer, exchange, first, rows, width)
 
     def contribute(
@@ -193,7 +197,9 @@ class World:
         if isinstance(line, Tensor):
             content = repr((sender, receiver, line)).encode()
             digest = hashlib.blake2b(content, digest_size=16).hexdigest()
-            changes |= {"dtype": "f32", "bytes": 4 * line.rows * line.width, "digest": digest}
+            is_masked = self.masks and isinstance(line, PartialsLine)
+            num_bytes = (8 if is_masked else 4) * line.rows * line.width
+            changes |= {"dtype": MASKED if is_masked else PLAIN, "bytes": num_bytes, "digest": digest}
         line = msgspec.structs.replace(line, **changes)
         if sent:
             run = self.run(sender)

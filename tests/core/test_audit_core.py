@@ -25,7 +25,7 @@ from fusion_node.audit_records import (
     Tensor,
 )
 from fusion_node.errors import ConfigError
-from fusion_node.slices import Exchange, split
+from fusion_node.slices import Exchange, exchange_width, split
 from tests.core.audit_world import DENSE, EXPERTS, MODEL, USER, World, group
 from verification.audit_core import audit, models_in
 from verification.audit_file import Run
@@ -294,6 +294,32 @@ def test_an_oversent_contribution_is_found() -> None:
     world.contribute("a", "b", 0, Exchange.O, 6, 1, 48)
     report = judged(world.close())
     assert {Kind.OVERSENT, Kind.NOT_OWN} <= kinds(report)
+
+
+def five(*, masks: bool) -> World:
+    """An answer of a group of five members, of whom none can solve the sum of the four others."""
+    world = World((group(0, 2, "abcde"),), masks=masks)
+    world.steps(5, 1)
+    return world
+
+
+def test_a_group_with_masked_sums_passes_and_less_can_be_solved_from_them() -> None:
+    masked, plain = judged(five(masks=True).close()), judged(five(masks=False).close())
+    assert masked.passed, masked.findings
+    assert share_of(plain, "a").invertible_fraction == 1.0
+    assert share_of(masked, "a").invertible_fraction < 1.0
+    assert share_of(masked, "a").num_partials == share_of(plain, "a").num_partials
+    assert share_of(masked, "a").partials_bytes > 2 * share_of(plain, "a").partials_bytes
+
+
+def test_contributions_without_the_masks_that_the_plan_has_are_found_and_so_are_masks_that_it_has_not() -> None:
+    for has_masks in (True, False):
+        world = five(masks=has_masks)
+        world.masks = not has_masks
+        width = exchange_width(world.dims, split(world.dims, (1,) * 5)[1], Exchange.O)
+        world.contribute("a", "b", 0, Exchange.O, 6, 1, width)
+        report = judged(world.close())
+        assert {Kind.OVERSENT, Kind.NOT_OWN} <= kinds(report)
 
 
 # Other ways to be wrong.

@@ -24,6 +24,7 @@ from fusion_node.daemon.exchange_core import (
     Batch,
     Exchanges,
     Fault,
+    Form,
     Unit,
     begun_rows,
     unit_rows,
@@ -303,6 +304,25 @@ def test_one_session_has_so_many_rows_under_way() -> None:
     assert compute(member).units[0].node == 1 + 4 * MAX_UNIT_ROWS
 
 
+def test_sessions_of_two_forms_are_beside_one_another_and_each_keeps_its_own() -> None:
+    member = pair()
+    form = Form(dict.fromkeys(DENSE, 16), max_unit_rows=2, max_begun_rows=2)
+    member.core.enter(2, user="user", alias=2, members=member.peers, own=0, layers=LAYERS, form=form)
+    for session in (1, 2):
+        member.add(session, 1, 1)
+        compute(member)
+    place = LAYERS.start, DENSE[0]
+    for session, wrong, right in ((1, 16, 4), (2, 4, 16)):
+        message = Partials(*place, (PartialsEntry(session, 1, 1),))
+        (fault,) = member.core.receive(PEERS[1], message, bytes(wrong))
+        assert (fault.session, fault.reason) == (session, f"rows of another size than {right} bytes in QKV")
+        assert member.core.receive(PEERS[1], message, bytes(right)) == []
+    assert member.core.num_ready == 1
+    (fault,) = member.core.receive(PEERS[1], Partials(*place, (PartialsEntry(2, 5, 3),)), bytes(3 * 16))
+    assert fault.reason == "rows of a unit that cannot be there yet"
+    assert member.core.receive(PEERS[1], Partials(*place, (PartialsEntry(1, 5, 3),)), bytes(3 * 4)) == []
+
+
 FAULTS = {
     "twice": [(1, 1, 0), (1, 1, 0)],
     "twice before the step": [(9, 1, 0), (9, 1, 0)],
@@ -316,8 +336,8 @@ FAULTS = {
 
 @pytest.mark.parametrize("what", FAULTS)
 def test_what_cannot_come_is_the_fault_of_who_sends_it(what: str) -> None:
-    member = pair()
-    member.core.max_unit_rows = 255
+    member = Member(0, PEERS[:2], Exchanges(dict.fromkeys(DENSE, 1), max_unit_rows=255))
+    member.enter(1)
     member.enter(2)
     member.add(1, 1, 1)
     member.add(1, 2, 2)

@@ -166,7 +166,7 @@ def document() -> dict[str, Any]:
 def test_tables_say_what_was_measured() -> None:
     tables = table.tables_of([document()])
     assert list(tables) == ["wire", "answers"]
-    assert "| 2 | 1 | 21,066 | 20,752 | 1.0152 | 8 | 144 | 168 | 3 |" in tables["wire"].splitlines()
+    assert "| 2 | plain | 1 | 21,066 | 20,752 | 1.0152 | 8 | 144 | 168 | 3 |" in tables["wire"].splitlines()
     assert "| 2 | 10 | 1 | 10.00 | 20.00 | 0.500 x | 3.33 | 90 / 60 | no plan, 100 |" in tables["answers"].splitlines()
     for text in tables.values():
         *lines, empty, caption = text.splitlines()

@@ -725,6 +725,35 @@ def test_members_with_different_parts_of_the_session_begin_anew_and_the_group_ha
     assert (said.source, said.message.next_sequence, said.message.retained_positions) == (GROUP, 0, 0)
 
 
+def keys_in(messages: list[tuple[PeerId, AnyMessage]]) -> list[bytes]:
+    return [message.mask_keys for _, message in messages if isinstance(message, OpenSession)]
+
+
+def test_members_of_a_masked_group_share_a_key_for_each_pair_and_have_others_with_every_opening() -> None:
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows, mask_secret=bytes(32))
+    seen = set[bytes]()
+    for epoch in (0, 0, 1):
+        groups.begin(msgspec.structs.replace(plan_of(GROUP, epoch=epoch), masks=True))
+        openings = [keys_in(opening(groups, epoch, resumes=bool(epoch)))]
+        if epoch:
+            # One that has nothing begins anew as well: the keys that it shares with the others are new.
+            for peer, num in zip(PEERS[:3], (5, 0, 6), strict=True):
+                assert groups.receive(peer, opened(num, num), NOTHING, now=NOW) == []
+            sent = groups.outbox()
+            assert [peer for peer, message in sent if isinstance(message, CloseSession)] == list(PEERS[:3])
+            openings.append(keys_in(sent))
+        for first, second, third in openings:
+            assert (first[:32], first[32:], second[32:]) == (second[:32], third[:32], third[32:])
+            seen |= {first[:32], first[32:], second[32:]}
+    assert len(seen) == 12
+
+
+def test_plain_group_is_sent_no_keys() -> None:
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
+    groups.begin(plan_of(GROUP))
+    assert keys_in(opening(groups, 0, resumes=False)) == [b""] * 3
+
+
 def test_member_that_has_something_of_what_it_was_to_begin_anew_is_at_fault() -> None:
     groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
     groups.begin(plan_of(GROUP, epoch=1))

@@ -250,6 +250,10 @@ def test_counter_that_is_not_finite_is_refused(value: float) -> None:
         CloseSession(SESSION, 0, 1),  # type: ignore[arg-type]
         OpenSession(SESSION, 0, 0, b"", member=16),
         OpenSession(SESSION, 0, 0, b"", member=-1),
+        OpenSession(SESSION, 0, 0, b"", mask_keys=bytes(32)),
+        OpenSession(SESSION, 0, 0, b"", mask_keys=bytes(95)),
+        OpenSession(SESSION, 0, 0, b"", mask_keys=bytes(16 * 32)),
+        OpenSession(SESSION, 0, 0, b"", member=3, mask_keys=bytes(64)),
         StatusReply(1, bytes(16 * 1024 + 1), {}),
         StatusReply(1, b"", {str(n): 0.0 for n in range(129)}),
         StatusReply(1, b"", {"n" * 65: 0.0}),
@@ -291,6 +295,15 @@ def test_messages_without_the_fields_of_prefix_reuse_mean_none() -> None:
         (["opened", SESSION, 0, 1, 30.0, 0, b"", 0, 0, 0], SessionOpened(SESSION, 0, 1, 30.0, taps=())),
     ):
         assert decode_message(encode_header(fields))[0] == meant
+
+
+def test_open_without_keys_of_masks_is_what_it_was_before_there_were_any_and_no_text_of_it_shows_keys() -> None:
+    opening = OpenSession(SESSION, 3, 1, b"plan", taps=(2, 5), member=1, grant=b"grant")
+    before = ["open", SESSION, 3, 1, b"plan", b"", 0, False, False, 0, (), 0, (2, 5), 1, b"grant"]
+    assert encode_message(opening) == encode_header(before)
+    masked = msgspec.structs.replace(opening, mask_keys=b"k" * 64)
+    assert encode_message(masked) == encode_header([*before, b"k" * 64])
+    assert "kkkk" not in repr(masked)
 
 
 def partials(*entries: tuple[int, int, int], layer: int = 3, exchange: int = 1) -> Partials:

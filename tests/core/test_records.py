@@ -252,6 +252,15 @@ def test_assignment_that_breaks_a_rule_is_refused(envelope: bytes, why: Refusal)
     assert open_assignment(envelope, now=later(1)) is why
 
 
+def test_plan_says_whether_it_has_masks_and_without_them_is_what_it_was_before_there_were_any() -> None:
+    for masks, last in ((False, PLAN.wire), (True, True)):
+        envelope = sign_plan(msgspec.structs.replace(GROUP_PLAN, masks=masks), RESPONDER)
+        body = msgspec.msgpack.decode(msgspec.msgpack.decode(envelope)[0])
+        assert (len(body), body[-1]) == (12 + masks, last)
+        opened = open_plan(envelope, now=later(1))
+        assert opened == msgspec.structs.replace(GROUP_PLAN, masks=masks)
+
+
 def test_places_of_a_stage_are_its_members_or_its_one_node() -> None:
     alone, group = PLAN.stages[0], GROUP_PLAN.stages[0]
     assert (alone.is_group, group.is_group) == (False, True)

@@ -119,9 +119,14 @@ def test_a_member_reads_every_token_from_what_it_is_sent(weights: tuple[int, ...
     assert report.columns < report.hidden == 48
     states = {f.sent for f in report.solved if f.equations >= f.unknowns and not f.is_control}
     assert {"contributions to Q, K and V", "contributions to gates and ups"} <= states
+    masked = {f.sent for f in report.solved if f.is_masked}
+    names = {"masked contributions to Q, K and V", "masked contributions to gates and ups"}
+    assert masked == (names if len(weights) > 2 else set())
     for solved in report.solved:
         if solved.is_control:
             assert solved.error > 0.5
+        elif solved.is_masked:
+            assert solved.error > 1e3, solved
         elif solved.equations >= 1.25 * solved.unknowns:
             assert solved.error < 1e-4, solved
         elif solved.equations < solved.unknowns:

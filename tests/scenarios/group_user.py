@@ -93,8 +93,12 @@ class GroupUser:
         asked = [node for nodes in self.stages for node in nodes]
         await until(lambda: self.pump() or all(node.peer in self.opened for node in asked))
 
-    async def ask(self, *, swap: bool = False, **changes: object) -> None:
-        """Asks everybody to open the plan; with ``swap`` the members are told each other's places."""
+    async def ask(self, *, swap: bool = False, keys: Sequence[bytes] = (), **changes: object) -> None:
+        """Asks everybody to open the plan; with ``swap`` the members are told each other's places.
+
+        Args:
+            keys: of masks, for each member of a stage.
+        """
         signed = sign_plan(self.plan, self.raw.identity)
         self.opened.clear()
         for index, nodes in enumerate(self.stages):
@@ -103,6 +107,8 @@ class GroupUser:
                 message = OpenSession(
                     self.plan.session, self.plan.epoch, index, signed, member=place, grant=self.granted(index, node)
                 )
+                if keys:
+                    message = msgspec.structs.replace(message, mask_keys=keys[place])
                 self.raw.pool.send(node.peer, msgspec.structs.replace(message, **changes))
 
     def granted(self, stage: int, node: Node, /, **changes: object) -> bytes:

@@ -34,7 +34,7 @@ from p2p.identity import Identity
 from p2p.links import LinkPool
 from p2p.memory import MemoryNetwork, MemoryWorld
 from p2p.memory_discovery import MemoryDiscovery, World
-from p2p.messages import FUSION_FEATURE, AnyMessage, OpenSession, SessionOpened, Step, TensorMeta
+from p2p.messages import FUSION_FEATURE, MASKS_FEATURE, AnyMessage, OpenSession, SessionOpened, Step, TensorMeta
 from p2p.records import PROTOCOL_VERSION, NodeRecord, Plan, PlanStage, ShardRecord, sign_lease, sign_plan, sign_record
 from p2p.tensor_wire import decompress
 from tests.engine.tiny import TinyModel
@@ -225,7 +225,7 @@ class MemorySwarm:
             on_frame=server.on_frame,
             on_closed=server.on_closed,
             max_links=max_links,
-            features=(FEATURE, FUSION_FEATURE) if isinstance(engine, SliceEngine) else (FEATURE,),
+            features=(FEATURE, FUSION_FEATURE, MASKS_FEATURE) if isinstance(engine, SliceEngine) else (FEATURE,),
             recorder=self.recorder(host, identity),
         )
         server.attach(pool)

@@ -40,7 +40,7 @@ from p2p.identity import Identity
 from p2p.links import LinkPool
 from p2p.memory import MemoryNetwork
 from p2p.memory_discovery import MemoryDiscovery
-from p2p.messages import FUSION_FEATURE
+from p2p.messages import FUSION_FEATURE, MASKS_FEATURE
 from p2p.records import PROTOCOL_VERSION, NodeRecord, ShardRecord, sign_lease, sign_record
 from tests.engine.tiny import TinyModel, tiny_model
 from tests.scenarios.swarm import CPU, Clock, MemorySwarm
@@ -160,7 +160,7 @@ class Fusion:
             sign_release=lambda release: sign_release(release, identity),
             clock=clock,
         )
-        features = (FEATURE,) if place is None else (FEATURE, FUSION_FEATURE)
+        features = (FEATURE,) if place is None else (FEATURE, FUSION_FEATURE, MASKS_FEATURE)
         pool = LinkPool(
             MemoryNetwork(self.swarm.world, identity, host),
             identity.peer_id,

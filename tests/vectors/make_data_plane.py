@@ -213,6 +213,7 @@ MESSAGES: tuple[tuple[AnyMessage, bytes], ...] = (
     (SessionFailed(SESSION, 0, 1, "peer", "the next stage is gone", RESPONDER.peer_id), b""),
     (SessionFailed(SESSION, 0, 1, "peer-lost", "the next stage is gone", RESPONDER.peer_id, True), b""),
     (OpenSession(SESSION, 0, 1, b"plan", member=2), b""),
+    (OpenSession(SESSION, 0, 1, b"plan", member=2, mask_keys=bytes(range(64))), b""),
     (Partials(11, 0, (PartialsEntry(alias_of(SESSION, 0), 21, 1),)), bytes(range(8))),
     (
         Partials(11, 3, (PartialsEntry(alias_of(SESSION, 0), 21, 1), PartialsEntry(alias_of(SESSION, 1), 70_000, 2))),
