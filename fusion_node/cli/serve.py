@@ -15,6 +15,7 @@ import typer
 from fusion_node.cli.logs import LogFormat, configure_logs
 from fusion_node.cli.options import (
     Allow,
+    AuditFile,
     Deny,
     DistinctOperators,
     DraftModelName,
@@ -83,6 +84,7 @@ def serve(
     puzzle_bits: PuzzleBits = None,
     mdns: Mdns = True,
     prefix_cache: SharedPrefixCache = None,
+    audit: AuditFile = None,
     emulate_rtt: EmulateRtt = None,
     emulate_jitter: EmulateJitter = None,
     emulate_rate: EmulateRate = None,
@@ -126,6 +128,7 @@ def serve(
         topology=topology,
         members=members,
         masked_sums=masked_sums,
+        audit=audit,
     )
     asyncio.run(_until_told_to_stop(_serve(connect, model, host, port)))
 

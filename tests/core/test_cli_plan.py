@@ -139,3 +139,13 @@ def test_rule_that_makes_no_sense_is_refused_before_anything_is_loaded(
     failed = CliRunner().invoke(app, [*command, *options])
     assert isinstance(failed.exception, ConfigError)
     assert complaint in str(failed.exception)
+
+
+def test_serve_records_what_it_sends_where_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Client:
+        def __init__(self, model: str, **options: object) -> None:
+            raise ConfigError(f"records in {options['audit']}")
+
+    monkeypatch.setattr("fusion_node.client.swarm.SwarmClient", Client)
+    failed = CliRunner().invoke(app, ["serve", "m", "--listen", "127.0.0.1:0", "--audit", "user.log"])
+    assert str(failed.exception) == "records in user.log"
