@@ -484,7 +484,8 @@ class SessionFailed(Message, frozen=True, array_like=True, tag="failed"):
     """Stage to user: this session cannot go on here. ``culprit`` is a peer id when another peer is the cause.
 
     With ``is_kept`` its KV is kept for some time, for a plan of a higher epoch to resume it; else it is over here.
-    ``standing`` is of a member of a group that has waited for others.
+    ``standing`` is of a member of a group that has waited for others. Of ``suspects``, peer ids, one at least is the
+    cause, and the stage cannot know which.
     """
 
     session: SessionBytes
@@ -495,6 +496,9 @@ class SessionFailed(Message, frozen=True, array_like=True, tag="failed"):
     culprit: Annotated[str, msgspec.Meta(max_length=64)]
     is_kept: bool = False
     standing: Standing | None = None
+    suspects: Annotated[
+        tuple[Annotated[str, msgspec.Meta(max_length=64)], ...], msgspec.Meta(max_length=MAX_MEMBERS)
+    ] = ()
 
 
 RETAIN_S = 600.0

@@ -92,7 +92,7 @@ scheduler.repair_core) a stage counts as silent; timers of a busy machine differ
 LATE_PARTIALS = "late-partials"
 """Code with which a member says that it has waited for others too long."""
 
-OF_NOBODY = frozenset({LATE_PARTIALS, "late-parts", "overflow"})
+OF_NOBODY = frozenset({LATE_PARTIALS, "late-parts", "overflow", "flooded"})
 """Codes with which a member that is not at fault says that it knows of nobody who is."""
 
 MAX_PARTNERS = 2
@@ -520,13 +520,24 @@ class Groups:
 
     def _with_culprit(self, message: AnyMessage, source: PeerId) -> AnyMessage:
         """A failure whose culprit is a member of a group is a fault of that group, to the session."""
-        if not isinstance(message, SessionFailed) or not message.culprit:
+        if not isinstance(message, SessionFailed):
             return message
-        accused = self._of_member.get(PeerId(message.culprit))
+        accused = self._accused(message)
         if accused is None:
-            return message
-        self._suspect(source, PeerId(message.culprit))
-        return msgspec.structs.replace(message, culprit=accused.peer)
+            return msgspec.structs.replace(message, suspects=())
+        if message.culprit:
+            self._suspect(source, PeerId(message.culprit))
+        else:
+            suspects = frozenset(map(PeerId, message.suspects))
+            self._suspect(source, *sorted(suspects))
+            self._contradictions.add(suspects | {source})
+        return msgspec.structs.replace(message, culprit=accused.peer, suspects=())
+
+    def _accused(self, message: SessionFailed) -> _Group | None:
+        """The group whose member is the culprit, or whose members are those of whom one is."""
+        named = [message.culprit] if message.culprit else list(message.suspects)
+        groups = {self._of_member.get(PeerId(each)) for each in named}
+        return groups.pop() if len(groups) == 1 else None
 
     def _reason(self, member: PeerId, reason: str) -> str:
         return f"member {short(member)}: {printable(reason)}"[:512]
@@ -673,8 +684,8 @@ class Groups:
         member = group.members[index]
         message = msgspec.structs.replace(message, reason=self._reason(member.peer, message.reason))
         if message.code == NOT_RETAINED and message.is_kept:
-            return [Said(group.peer, message)]
-        accused = self._of_member.get(PeerId(message.culprit))
+            return [Said(group.peer, msgspec.structs.replace(message, culprit="", suspects=(), standing=None))]
+        accused = self._accused(message)
         is_neighbour = message.culprit in {stage.peer for stage in self._present.stages}
         if (accused is not None and accused is not group) or is_neighbour:
             # One of the two stages is at fault, and the session finds out which.
@@ -775,10 +786,12 @@ class Groups:
 
     def _joined(self, group: _Group, parts: Sequence[_Part]) -> list[Said]:
         votes = Counter(part.message.nodes for part in parts)
-        nodes = max(votes, key=lambda each: (votes[each], len(each)))
+        (nodes, num), odd = votes.most_common(1)[0], len(votes) - 1
+        if odd and (num < 2 or num < len(parts) - 1):
+            return self._contradict_one_another(group)
         for index, part in enumerate(parts):
             if part.message.nodes != nodes:
-                return self._fail(group, index, "returned other rows than the members beside it")
+                return self._fail(group, index, "returned other rows than all members beside it")
         timings = zip(*(part.message.timings for part in parts), strict=False)
         message = msgspec.structs.replace(
             parts[0].message,
@@ -796,28 +809,46 @@ class Groups:
         payload = join_columns(self._wire_dtype, len(nodes), tables)
         return [Said(group.peer, message, payload)]
 
+    def _contradict_one_another(self, group: _Group) -> list[Said]:
+        """Members have returned different rows, and nobody can know whose are right."""
+        group.accusations[frozenset(each.peer for each in group.members)] = None
+        group.has_failed = True
+        group.parts.clear()
+        plan, reason = self._present, "the members have returned different rows, and nobody can know whose are right"
+        return [Said(group.peer, SessionFailed(plan.session, plan.epoch, group.stage, "bad-member", reason, ""))]
+
     def _blamed(self, group: _Group, now: MonotonicS) -> frozenset[PeerId]:
         """The strongest that there is against any of them, and who leaves."""
-        against = group.guilty or self._silent(group, now) or self._holding_up(group) or self._behind(group)
-        return frozenset([*(against or group.suspects), *group.leaving])
+        group.is_unsure = False
+        against: Iterable[PeerId] = group.guilty or self._silent(group, now)
+        if not against:
+            against, group.is_unsure = self._holding_up(group)
+        against = against or self._behind(group)
+        if not against:
+            convicted = sorted(self.convicted & group.suspects.keys())
+            group.is_unsure = len(group.suspects) > 1 and not convicted
+            against = convicted or group.suspects
+        return frozenset([*against, *group.leaving])
 
     def _silent(self, group: _Group, now: MonotonicS) -> list[PeerId]:
         return _peers(e for e in group.members if e.questions and now - e.questions[0].asked_at >= SILENT_S)
 
-    def _holding_up(self, group: _Group) -> Sequence[PeerId]:
-        """Who holds up the others, by what all of them say; several of whom one does where nobody can know."""
+    def _holding_up(self, group: _Group) -> tuple[Sequence[PeerId], bool]:
+        """Who holds up the others, by what all of them say; and whether only one of these does, nobody knows which."""
         standings = {each.peer: each.standing for each in group.members if each.standing is not None}
         judged = judge([each.peer for each in group.members], standings)
         contradictions = (*judged.contradictions, *group.accusations)
         for peers in contradictions:
             self._contradictions.add(peers)
         convicted = sorted(frozenset().union(*contradictions) & self.convicted)
-        group.is_unsure = bool(contradictions) and not (convicted or judged.behind)
-        return convicted or judged.behind or sorted(frozenset().union(*contradictions)) or judged.unknown
+        if convicted or judged.behind or not contradictions:
+            return convicted or judged.behind or judged.unknown, False
+        return sorted(frozenset().union(*contradictions)), True
 
     def _doubted(self, group: _Group, now: MonotonicS) -> frozenset[PeerId]:
         """Who has been in other groups that failed before, and nobody knew for sure because of whom either."""
-        if group.guilty or group.leaving or self._silent(group, now) or self._holding_up(group):
+        is_known = group.guilty or group.leaving or group.suspects or self._silent(group, now)
+        if is_known or self._holding_up(group)[0]:
             return frozenset()
         for each in group.members:
             self._unsure.setdefault(each.peer, set()).add(group.peer)

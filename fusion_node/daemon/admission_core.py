@@ -153,6 +153,7 @@ class JoiningEntry:
     first: Step
     since: MonotonicS
     parts: dict[PeerId, JoinedPart] = field(default_factory=dict)
+    headers: dict[PeerId, tuple[object, ...]] = field(default_factory=dict)
     timings: list[tuple[StageTiming, ...]] = field(default_factory=list)
 
 
@@ -271,13 +272,20 @@ class Session:
         return self.user if self.is_last else PeerId(self.plan.stages[self.stage + 1].peer)
 
     def may_send(self, peer: PeerId) -> bool:
-        """Whether steps may come from that peer."""
-        return _serves(self.plan.stages[self.stage - 1], peer) if self.stage else peer == self.user
+        """Whether steps may come from that peer: of a group before it, from those that hold the same columns."""
+        if self.stage and self.plan.stages[self.stage - 1].is_group:
+            return self.parts.width_from(peer) > 0
+        return peer == self.previous
 
     def needs(self, peer: PeerId) -> bool:
-        """Whether it cannot go on without a link to that peer, unless it is kept."""
-        beside = self.plan.stages[max(self.stage - 1, 0) : self.stage + 2]
-        return any(_serves(stage, peer) for stage in beside)
+        """Whether it cannot go on without a link to that peer, unless it is kept: those with whom it shares columns,
+        and the other members of its group."""
+        is_target = self.parts.goes_to(peer) if self._is_before_group else peer == self.next
+        return is_target or peer in self.parts.others or self.may_send(peer)
+
+    @property
+    def _is_before_group(self) -> bool:
+        return not self.is_last and self.plan.stages[self.stage + 1].is_group
 
     def clear_joining(self) -> None:
         """What has not come from everybody is given up."""
@@ -764,10 +772,6 @@ class Admission:
 def _why_ended(grant: HeldGrant | None, now: MonotonicS) -> ReleaseReason:
     """Of what has run out."""
     return ReleaseReason.EXPIRED if grant is not None and grant.until <= now else ReleaseReason.ENDED
-
-
-def _serves(stage: PlanStage, peer: PeerId) -> bool:
-    return peer == stage.peer or any(member.peer == peer for member in stage.members)
 
 
 def _is_same_group(held: Session, stage: PlanStage) -> bool:

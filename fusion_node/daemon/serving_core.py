@@ -118,6 +118,9 @@ MAX_ALL_JOINING_BYTES = 128 * 2**20
 """Of entries that have come from some of those before the stage and not from others, of all sessions together. A prompt
 of 4,096 rows has 64 MiB of columns at hidden size 8,192 in a group of two."""
 
+MAX_JOINING_BYTES_OF_USER = MAX_ALL_JOINING_BYTES // 2
+"""The same of all sessions of one user: room for that prompt, and as much is left to others."""
+
 MAX_BACKLOG_BYTES = 8 * 2**20
 """That may wait for the next stage before rows are sent again: an order costs its sender nothing, and a peer for which
 64 MiB wait is dropped, with the sessions of everybody."""
@@ -721,6 +724,9 @@ class Serving:
             self._keep(session, "gap", "what the rows follow that have come does not come", culprit="", now=now)
         for session in [each for each in self._with_joining if _parts_until(each) <= now]:
             entry = next(iter(session.joining.values()))
+            if not _are_alike(entry):
+                self._blame_parts(session, entry, now)
+                continue
             missing = [part.peer for part in session.parts.sources if part.peer not in entry.parts]
             who = f"{short(missing[0])} has" if len(missing) == 1 else f"{len(missing)} members have"
             reason = f"{who} not sent their columns of a step for {PARTS_S:.0f} s"
@@ -1018,18 +1024,15 @@ class Serving:
         if peer in entry.parts:
             self.counters["steps_duplicate"] += 1
             return
-        if header_of(message) != header_of(entry.first):
-            self._blame(session, "bad-parts", "parts of one step that differ", culprit=peer, now=now)
-            return
+        entry.headers[peer] = header_of(message)
         entry.parts[peer] = JoinedPart(peer, message.tensor, payload)
         session.num_joining_bytes += len(payload)
         entry.timings.append(message.timings)
-        if sum(each.num_joining_bytes for each in self._with_joining) > MAX_ALL_JOINING_BYTES:
-            # Others fill the room, or it is the user who sends so much.
-            reason = "too many rows of all sessions wait for the rest of their columns"
-            self._blame(session, "flooded", reason, culprit="", now=now)
-            return
         if len(entry.parts) < len(session.parts.sources):
+            self._bound_joining(session, now)
+            return
+        if not _are_alike(entry):
+            self._blame_parts(session, entry, now)
             return
         del session.joining[place]
         session.num_joining_rows -= num_rows
@@ -1043,6 +1046,31 @@ class Serving:
             timings=slowest(entry.timings),
         )
         self._receive_entry(session, peer, whole, joined, now)
+
+    def _bound_joining(self, session: Session, now: MonotonicS) -> None:
+        """What waits for the rest of its columns may be so much, of one user and of all."""
+        waiting = [(each.user == session.user, each.num_joining_bytes) for each in self._with_joining]
+        is_much = sum(num_bytes for is_own, num_bytes in waiting if is_own) > MAX_JOINING_BYTES_OF_USER
+        if is_much or sum(num_bytes for _, num_bytes in waiting) > MAX_ALL_JOINING_BYTES:
+            # Others fill the room, or it is the user who sends so much.
+            whose = "your" if is_much else "all"
+            reason = f"too many rows of {whose} sessions wait for the rest of their columns"
+            self._blame(session, "flooded", reason, culprit="", now=now)
+
+    def _blame_parts(self, session: Session, entry: JoiningEntry, now: MonotonicS) -> None:
+        """Parts of one entry differ. Who is alone against several that agree has erred; of others nobody can know."""
+        headers = entry.headers
+        odd = [
+            peer
+            for peer, header in headers.items()
+            if len(headers) > 2 and _are_equal([other for each, other in headers.items() if each != peer])
+        ]
+        if len(odd) == 1:
+            reason = "columns of a step that is another one than all others have sent"
+            self._blame(session, "bad-parts", reason, culprit=odd[0], now=now)
+        else:
+            reason = "parts of one step that differ, and nobody can know whose is right"
+            self._keep(session, "bad-parts", reason, culprit="", now=now, suspects=tuple(headers))
 
     def _receive_entry(self, session: Session, peer: PeerId, message: Step, payload: Payload, now: MonotonicS) -> None:
         num_rows, waiting = message.node_count, session.num_queued_rows
@@ -1253,6 +1281,7 @@ class Serving:
         culprit: str,
         now: MonotonicS,
         standing: Standing | None = None,
+        suspects: tuple[PeerId, ...] = (),
     ) -> None:
         """The session cannot go on under this plan; what is being computed is finished, and kept."""
         if self.admission.holds(session) and session.state is not SessionState.KEPT:
@@ -1260,7 +1289,7 @@ class Serving:
             self._clear_coming(session)
             self._stop_dialling(session)
             self.admission.keep(session, now=now)
-            self._tell_failed(session, code, reason, culprit, is_kept=True, standing=standing)
+            self._tell_failed(session, code, reason, culprit, is_kept=True, standing=standing, suspects=suspects)
 
     def _over(self, session: Session, code: str, reason: str, culprit: str) -> None:
         self.counters["sessions_failed"] += 1
@@ -1288,9 +1317,10 @@ class Serving:
         *,
         is_kept: bool,
         standing: Standing | None = None,
+        suspects: tuple[PeerId, ...] = (),
     ) -> None:
         epoch, stage = session.plan.epoch, session.stage
-        message = SessionFailed(session.key, epoch, stage, code, reason[:500], culprit, is_kept, standing)
+        message = SessionFailed(session.key, epoch, stage, code, reason[:500], culprit, is_kept, standing, suspects)
         self._commands.append(Send(session.user, message))
 
 
@@ -1354,6 +1384,15 @@ def _leaves_queue(session: Session, message: Step) -> None:
     session.num_queued_rows -= message.node_count
     if message.epoch < session.plan.epoch:
         session.num_queued_before -= message.node_count
+
+
+def _are_alike(entry: JoiningEntry) -> bool:
+    """Whether what has come of it is of one and the same step."""
+    return _are_equal(list(entry.headers.values()))
+
+
+def _are_equal(headers: Sequence[tuple[object, ...]]) -> bool:
+    return all(header == headers[0] for header in headers)
 
 
 def _parts_until(session: Session) -> MonotonicS:

@@ -14,6 +14,7 @@ from fusion_node.daemon.output_log_core import OutputLog
 from fusion_node.daemon.parts_core import Joined
 from fusion_node.daemon.serving_core import (
     MAX_ALL_JOINING_BYTES,
+    MAX_JOINING_BYTES_OF_USER,
     PARTS_S,
     Connect,
     EnterGroup,
@@ -64,6 +65,7 @@ STAGES = (stage(0, FRONT), stage(1, OWN), stage(2, BACK))
 class Member:
     """The serving core of the second of three members, and what it has asked its shell to do."""
 
+    hidden: int = HIDDEN
     commands: list[object] = field(default_factory=list)
     told: list[AnyMessage] = field(default_factory=list)
     rows: list[tuple[PeerId, Step, bytes]] = field(default_factory=list)
@@ -76,16 +78,16 @@ class Member:
         self.admission = Admission(US, MODEL, LayerRange(0, 3), "fp32", blocks, slice=slice_)
         self.outputs = OutputLog(max_bytes=1 << 20)
         self.core = Serving(
-            self.admission, self.outputs, row_size=HIDDEN, wire_dtype="f32", open_plan=self.plans.__getitem__
+            self.admission, self.outputs, row_size=self.hidden, wire_dtype="f32", open_plan=self.plans.__getitem__
         )
 
     def open(self, *, epoch: int = 0, key: bytes = KEY, connects: bool = True, **changes: object) -> Plan:
         fields: dict[str, object] = {"stages": STAGES, "session": key, "max_positions": 500}
-        resumes = bool(changes.pop("resumes", False))
-        plan = plan_of(USER, [], epoch, **(fields | changes))
+        resumes, user = bool(changes.pop("resumes", False)), PeerId(str(changes.pop("user", USER)))
+        plan = plan_of(user, [], epoch, **(fields | changes))
         envelope = repr((key, epoch, plan.stages)).encode()
         self.plans[envelope] = plan
-        self.receive(USER, OpenSession(key, epoch, 1, envelope, resumes=resumes, member=1))
+        self.receive(user, OpenSession(key, epoch, 1, envelope, resumes=resumes, member=1))
         for dial in [each for each in self.commands if isinstance(each, Connect)] if connects else ():
             self.core.successor_connected(dial.session, dial.epoch, now=NOW, peer=dial.peer)
         self.carry_out()
@@ -110,7 +112,7 @@ class Member:
             "tensor": TensorMeta("f32", num_rows, 8),
             "timings": (StageTiming(1, 2),),
         }
-        payload = changes.pop("payload", bytes([FRONT.index(peer) + 1]) * 32 * num_rows)
+        payload = changes.pop("payload", bytes([[*FRONT, *PEERS[12:15]].index(peer) + 1]) * 32 * num_rows)
         self.receive(peer, Step(**(fields | changes)), payload)  # type: ignore[arg-type]
 
     def compute(self, index: int = 0) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
@@ -241,6 +243,67 @@ def test_part_of_another_width_or_peer_is_not_taken() -> None:
     assert member.failure() == ("bad-shape", FRONT[1], True)
 
 
+def test_of_two_parts_that_differ_nobody_is_accused_and_both_are_named() -> None:
+    for order in (FRONT, FRONT[::-1]):
+        member = Member()
+        plan = member.open()
+        member.part(plan, order[0], 0)
+        member.part(plan, order[1], 0, want=(1,))
+        failed = member.only(SessionFailed)
+        assert isinstance(failed, SessionFailed)
+        assert (failed.code, failed.culprit, failed.is_kept) == ("bad-parts", "", True)
+        assert failed.suspects == tuple(order)
+        assert member.session.num_joining_rows == member.session.num_joining_bytes == 0
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_part_that_differs_from_two_that_agree_is_the_fault_of_who_sent_it(
+    order: tuple[int, ...], is_whole: bool
+) -> None:
+    """Of 72 columns the second of three holds 24, which three of the five before it share."""
+    member = Member(hidden=72)
+    plan = member.open(stages=(stage(0, [*FRONT, *PEERS[12:15]], (3, 1, 1, 1, 3)), *STAGES[1:]))
+    sources = member.session.parts.sources
+    assert len(sources) == 3
+    for index in order if is_whole else order[:2]:
+        part = sources[index]
+        tensor = TensorMeta("f32", 1, len(part.columns))
+        changes = {"want": (1,)} if index == 1 else {}
+        member.part(plan, part.peer, 0, tensor=tensor, payload=bytes(4 * len(part.columns)), **changes)
+    if not is_whole:
+        assert not [each for each in member.told if isinstance(each, SessionFailed)]
+        member.core.handle_timer(now=MonotonicS(NOW + PARTS_S))
+        member.carry_out()
+    failed = member.only(SessionFailed)
+    assert isinstance(failed, SessionFailed)
+    if is_whole:
+        assert (failed.code, failed.culprit, failed.suspects) == ("bad-parts", sources[1].peer, ())
+    elif 1 in order[:2]:
+        assert (failed.code, failed.culprit) == ("bad-parts", "")
+        assert failed.suspects == tuple(sources[index].peer for index in order[:2])
+    else:
+        assert (failed.code, failed.culprit, failed.suspects) == ("late-parts", sources[1].peer, ())
+
+
+def test_of_groups_beside_only_those_that_share_columns_are_needed_and_may_send() -> None:
+    front, back = [*FRONT, *PEERS[12:15]], PEERS[15:18]
+    member = Member(hidden=72)
+    plan = member.open(stages=(stage(0, front, (3, 1, 1, 1, 3)), STAGES[1], stage(2, back, (1, 2, 6))))
+    assert [part.peer for part in member.session.parts.sources] == front[1:4]
+    assert [part.peer for part in member.session.parts.targets] == back[2:]
+    for peer in (front[0], front[4], *back[:2]):
+        assert not member.session.needs(peer)
+        member.core.peer_lost(peer, "gone", now=NOW)
+    member.part(plan, front[0], 0, tensor=TensorMeta("f32", 1, 24), payload=bytes(96))
+    assert member.core.counters["steps_without_session"] == 1
+    assert not [each for each in member.told if isinstance(each, SessionFailed)]
+    assert all(member.session.needs(peer) for peer in (*front[1:4], back[2], OWN[0], OWN[2]))
+    member.core.peer_lost(back[2], "gone", now=NOW)
+    member.carry_out()
+    assert member.failure() == ("peer-lost", back[2], True)
+
+
 def test_parts_that_wait_for_others_are_bounded_by_rows_of_a_session() -> None:
     member = Member()
     plan = member.open()
@@ -254,7 +317,10 @@ def test_parts_that_wait_for_others_are_bounded_by_rows_of_a_session() -> None:
 def test_parts_that_wait_for_others_are_bounded_by_bytes_of_all_sessions() -> None:
     member = Member()
     half = memoryview(bytes(MAX_ALL_JOINING_BYTES // 2))
-    plans = [member.open(key=bytes([number]) * 16, max_positions=16) for number in range(3)]
+    plans = [
+        member.open(key=bytes([number]) * 16, max_positions=16, user=user)
+        for number, user in enumerate([USER, PEERS[20], PEERS[21]])
+    ]
     for plan in plans[:2]:
         member.part(plan, FRONT[0], 0, payload=half)
     member.told.clear()
@@ -263,6 +329,23 @@ def test_parts_that_wait_for_others_are_bounded_by_bytes_of_all_sessions() -> No
     member.receive(USER, CloseSession(plans[0].session, 0))
     member.part(plans[1], FRONT[1], 0)
     assert len(member.steps) == 1
+
+
+def test_one_user_leaves_room_to_others_for_parts_that_wait() -> None:
+    member = Member()
+    share = memoryview(bytes(MAX_JOINING_BYTES_OF_USER))
+    plans = [
+        member.open(key=bytes([number]) * 16, max_positions=16, user=PEERS[30 + number // 2]) for number in range(3)
+    ]
+    member.part(plans[0], FRONT[0], 0, payload=share)
+    member.told.clear()
+    member.part(plans[1], FRONT[0], 0, payload=share[:1])
+    failed = member.only(SessionFailed)
+    assert isinstance(failed, SessionFailed)
+    assert (failed.session, failed.code, failed.culprit) == (plans[1].session, "flooded", "")
+    assert "your sessions" in failed.reason
+    member.part(plans[2], FRONT[0], 0, payload=share)
+    assert not [each for each in member.told if isinstance(each, SessionFailed)]
 
 
 def test_a_member_before_that_does_not_send_its_columns_is_named_after_some_time() -> None:

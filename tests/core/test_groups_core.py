@@ -445,7 +445,7 @@ def test_member_that_is_accused_by_another_is_the_fault_of_its_group_and_its_own
     assert groups.at_fault(GROUP, now=NOW) == {PEERS[2]}
 
 
-@pytest.mark.parametrize("code", ["late-parts", "overflow"])
+@pytest.mark.parametrize("code", ["late-parts", "overflow", "flooded"])
 def test_member_that_goes_on_no_more_and_knows_nobody_is_not_blamed_before_who_is_accused(code: str) -> None:
     groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
     groups.begin(plan_of(GROUP))
@@ -649,6 +649,62 @@ def test_culprit_of_another_group_becomes_that_group_and_is_named_when_it_is_fou
     [said] = groups.receive(PEERS[1], failed(NODE, stage=1), NOTHING, now=NOW)
     assert isinstance(said.message, SessionFailed)
     assert (said.source, said.message.culprit) == (GROUP, NODE)
+
+
+def contradicted(*suspects: PeerId, stage: int = 1, epoch: int = 0) -> SessionFailed:
+    return SessionFailed(KEY, epoch, stage, "bad-parts", "they differ", "", True, None, suspects)
+
+
+@pytest.mark.parametrize("behind", [NODE, OTHER])
+def test_of_members_whose_parts_contradict_one_another_all_are_suspected_and_none_convicted(behind: PeerId) -> None:
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
+    groups.begin(plan_of(GROUP, behind))
+    source = members_of(behind)[0]
+    [said] = groups.receive(source, contradicted(PEERS[0], PEERS[1]), NOTHING, now=NOW)
+    assert isinstance(said.message, SessionFailed)
+    assert (said.source, said.message.culprit, said.message.suspects) == (behind, GROUP, ())
+    assert groups.at_fault(GROUP, now=NOW) == {PEERS[0], PEERS[1]}
+    errors = groups.named(RemoteProtocolError(GROUP, f"node {short(GROUP)} erred"), now=NOW)
+    assert all("nobody can know which" in str(error) for error in errors)
+    assert groups.convicted == frozenset()
+
+
+def test_of_those_whose_parts_contradict_one_another_the_one_that_is_always_in_it_is_convicted() -> None:
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
+    for epoch, (other, accuser) in enumerate([(PEERS[0], PEERS[6]), (PEERS[5], PEERS[7])]):
+        front = group_id([other, PEERS[1], PEERS[2]])
+        behind = group_id([accuser, PEERS[3], PEERS[4]])
+        groups.begin(plan_of(front, behind, epoch=epoch))
+        groups.receive(accuser, contradicted(other, PEERS[1], epoch=epoch), NOTHING, now=NOW)
+        assert groups.at_fault(front, now=NOW) == ({other, PEERS[1]} if epoch == 0 else {PEERS[1]})
+    assert groups.convicted == {PEERS[1]}
+
+
+def test_one_that_says_of_others_that_they_contradict_one_another_convicts_nobody_by_it() -> None:
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
+    for epoch, spare in enumerate([PEERS[0], PEERS[5]]):
+        groups.begin(plan_of(group_id([spare, PEERS[1], PEERS[2]]), NODE, epoch=epoch))
+        groups.receive(NODE, contradicted(spare, PEERS[1 + epoch], epoch=epoch), NOTHING, now=NOW)
+    assert groups.convicted <= {NODE}
+    groups.receive(NODE, contradicted(PEERS[5], PeerId("stranger"), epoch=1), NOTHING, now=NOW)
+    assert groups.convicted <= {NODE}
+
+
+def test_of_two_members_that_return_different_rows_nobody_can_know_who_is_right() -> None:
+    pair = group_id(PEERS[:2])
+    plan = plan_of(NODE, pair)
+    stages = (plan.stages[0], msgspec.structs.replace(plan.stages[1], weights=(2, 1)))
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
+    groups.begin(msgspec.structs.replace(plan, stages=stages))
+    step = Step(KEY, 0, 0, 1, 0, (), 2, (1, 2), TensorMeta("f32", 2, DIMS.hidden), ())
+    groups.steps(NODE, step, [(step.tensor, NOTHING)])
+    said = []
+    for index, nodes in enumerate([(1, 2), (2,)]):
+        tensor = TensorMeta("f32", len(nodes), len(groups._by_id[pair].members[index].columns))
+        rows = memoryview(bytes(tensor.num_bytes))
+        said = groups.receive(PEERS[index], StepResult(KEY, 0, 0, nodes, tensor, ()), rows, now=NOW)
+    assert [type(each.message) for each in said] == [SessionFailed]
+    assert groups.at_fault(pair, now=NOW) == set(PEERS[:2])
 
 
 @pytest.mark.parametrize("message", [failed(), failed("stranger"), failed(code=NOT_RETAINED), failed(PEERS[1])])
