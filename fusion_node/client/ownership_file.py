@@ -2,15 +2,19 @@
 
 It says who may hold what to somebody who writes it by hand, and nothing that it could have meant otherwise is guessed:
 the default has to be written, peer ids have to be whole, and what is not known is an error that names the line, the key
-and what to write instead. A file that has become wrong while the program runs leaves the last good rules in force.
+and what to write instead. A file that has become wrong while the program runs leaves the last good rules in force, and
+so does one that is being written: its beginning may be right by itself, and allow what the rest forbids.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
+import stat
+import threading
+import time
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -34,6 +38,13 @@ MAX_NAMED = 256
 MAX_TAG_CHARACTERS = 96
 """Of an operator's name: records hold no more."""
 
+SETTLED_S = 0.25
+"""For so long a file that has changed has to stay as it is before it is read: more than a program takes between two
+parts of what it writes, and than the clocks of file systems are coarse."""
+
+MAX_WAITS = 12
+"""Of SETTLED_S, for a file that changes all the time."""
+
 ANYBODY = "anybody"
 ANY_SLICE = "any"
 
@@ -50,13 +61,19 @@ _KEYS = ("default", *_KINDS)
 _HEADER = re.compile(r"""^\s*\[\[\s*["']?([\w-]+)["']?\s*\]\]""")
 _KEY = re.compile(r"""^\s*["']?([\w-]+)["']?\s*=""")
 
-_Stamp: TypeAlias = tuple[int, int, int]
+_Stamp: TypeAlias = tuple[int, int, int, int]
+
+_UNSETTLED: _Stamp = (-1, -1, -1, -1)
+"""Of no file."""
 
 log = structlog.get_logger(__name__)
 
 
 class OwnershipFile:
     """The rules of a file that is read again when it has changed.
+
+    Args:
+        sleep: waits so many seconds.
 
     Attributes:
         rules: the last that could be read.
@@ -66,39 +83,57 @@ class OwnershipFile:
         ConfigError: the file cannot be read, or is wrong.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, sleep: Callable[[float], None] = time.sleep) -> None:
         self._path = path
+        self._sleep = sleep
+        self._refreshing = threading.Lock()
         self._stamp = self._stamp_of_file()
         self.rules = read_ownership(path)
         self.problem: ConfigError | None = None
 
     def refresh(self) -> bool:
-        """Reads the file again if it has changed. To be called about once a second; costs a look at its date.
+        """Reads the file again if it has changed. To be called about once a second, on a thread that may wait: it costs
+        a look at the file's date, and where that is another one, waits until nobody writes any more.
 
         Returns:
             Whether other rules are in force than before.
         """
-        stamp = self._stamp_of_file()
-        if stamp == self._stamp:
-            return False
-        self._stamp = stamp
-        try:
-            rules = read_ownership(self._path)
-        except ConfigError as error:
-            self.problem = error
-            log.error("the rules on ownership are not changed: they hold as they were", reason=str(error))
+        with self._refreshing:
+            stamp = self._stamp_of_file()
+            return stamp != self._stamp and self._read_settled(stamp)
+
+    def _read_settled(self, stamp: _Stamp | None) -> bool:
+        for _ in range(MAX_WAITS):
+            self._sleep(SETTLED_S)
+            before, stamp = stamp, self._stamp_of_file()
+            if stamp != before:
+                continue
+            try:
+                found: Ownership | ConfigError = read_ownership(self._path)
+            except ConfigError as error:
+                found = error
+            if self._stamp_of_file() == stamp:
+                self._stamp = stamp
+                return self._take(found)
+        self._stamp = _UNSETTLED
+        return self._take(ConfigError(f"the ownership file {self._path} is being written: try again when it is done"))
+
+    def _take(self, found: Ownership | ConfigError) -> bool:
+        if isinstance(found, ConfigError):
+            self.problem = found
+            log.error("the rules on ownership are not changed: they hold as they were", reason=str(found))
             return False
         self.problem = None
-        before, self.rules = self.rules, rules
-        return rules != before
+        before, self.rules = self.rules, found
+        return found != before
 
     def _stamp_of_file(self) -> _Stamp | None:
         try:
             found = self._path.stat()
         except OSError:
             return None
-        # The inode too: editors replace a file, and two of them may be of one size and one tick of the clock.
-        return found.st_mtime_ns, found.st_size, found.st_ino
+        # The inode too: editors replace a file. And its own date: that of what is in it may be set to another's.
+        return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino
 
 
 def read_ownership(path: Path) -> Ownership:
@@ -108,6 +143,10 @@ def read_ownership(path: Path) -> Ownership:
         ConfigError: it cannot be read, or is wrong.
     """
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ConfigError(
+                f"the ownership file {path} is no regular file, which alone can be read again when it changes"
+            )
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
@@ -115,7 +154,7 @@ def read_ownership(path: Path) -> Ownership:
     if len(data) > MAX_FILE_BYTES:
         raise ConfigError(f"the ownership file {path} is larger than {MAX_FILE_BYTES >> 10} KiB")
     try:
-        text = data.decode()
+        text = data.decode("utf-8-sig")  # editors may put a mark of the byte order in front
     except UnicodeDecodeError as error:
         raise ConfigError(f"the ownership file {path} is not a text file in UTF-8") from error
     return parse_ownership(text, name=str(path))
@@ -146,10 +185,24 @@ class _Reader:
             # It names the line, but for the last one.
             text = str(error).replace("at end of document", f"at the end, line {self._text.count(chr(10)) + 1}")
             raise ConfigError(f"ownership file {self._name}".rstrip() + f": no TOML: {text}") from error
+        except (ValueError, RecursionError) as error:
+            # What the parser itself does not refuse: numbers of thousands of digits, and brackets in one another.
+            text = f"{error} (lines 1 to {self._text.count(chr(10)) + 1})"
+            raise ConfigError(
+                f"ownership file {self._name}".rstrip() + f": no TOML that can be read: {text}"
+            ) from error
         for key in found:
             if key not in _KEYS:
                 raise self._wrong(self._lines.of(key), key, f"is no key of this file{_instead(key, _KEYS)}")
         if "default" not in found:
+            for kind in _KINDS:
+                tables = found.get(kind)
+                for number, table in enumerate(tables if isinstance(tables, list) else ()):
+                    if isinstance(table, dict) and "default" in table:
+                        what = (
+                            f"stands inside a {kind}: write it above the first [[…]], below which all keys are a rule's"
+                        )
+                        raise self._wrong(self._lines.of(kind, number, "default"), "default", what)
             raise self._wrong(
                 1, "default", 'is missing: write default = "deny" (who is not named holds nothing) or "allow"'
             )

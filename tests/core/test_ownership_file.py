@@ -100,6 +100,9 @@ HEAD = 'default = "deny"\n'
             HEAD + "[[never_adjacent]]\nwho = 'operator:x'\nslices = '0/3'",
             r"line 4: slices: is no key of never_adjacent: there are who",
         ),
+        ("[[may_hold]]\nwho = 'operator:x'\n" + HEAD, r"line 3: default: stands inside a may_hold: write it above"),
+        (HEAD + "colour = " + "[" * 20_000, r"no TOML that can be read: .*\(lines 1 to 2\)"),
+        (HEAD + "colour = " + "9" * 5_000, r"no TOML that can be read: .*\(lines 1 to 2\)"),
         (HEAD + "[[may_hold]]\nwho = []", r"line 3: who: is \[\]: write \"operator:NAME\", a whole peer id"),
         (HEAD + "[[may_hold]]\nwho = [1]", r"line 3: who: is \[1\]: write"),
         (HEAD + "[[may_hold]]\nwho = [\n'operator:a',\n'anna']", r"line 5: who: 'anna' names nobody: write a whole"),
@@ -145,6 +148,18 @@ def test_files_that_cannot_be_read_say_so(tmp_path: Path) -> None:
         read_ownership(tmp_path / "large.toml")
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes that have a name")
+def test_what_cannot_be_read_twice_is_refused_instead_of_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="pipe is no regular file, which alone can be read again when it changes"):
+        read_ownership(tmp_path / "pipe")
+
+
+def test_mark_of_the_byte_order_is_no_part_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "own.toml").write_bytes(b"\xef\xbb\xbf" + HEAD.encode())
+    assert not read_ownership(tmp_path / "own.toml").is_default_allow
+
+
 def test_whatever_is_in_a_file_is_read_or_refused_with_an_error_of_ours() -> None:
     rng = random.Random(7)
     text, errors = EXAMPLE.read_text(), list[str]()
@@ -184,3 +199,55 @@ def test_file_is_read_again_when_it_changes_and_a_wrong_one_leaves_the_rules_as_
     path.write_text(HEAD + "[[may_hold]]\nwho = 'operator:bob'\n")
     os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns + 1))
     assert file.refresh(), "of the same size"
+
+
+class Writer:
+    """Writes a file in parts, one whenever its reader waits, as programs do whose buffer is smaller than the file."""
+
+    def __init__(self, path: Path, *parts: str) -> None:
+        self._path, self._parts = path, list(parts)
+        self.num_waits = 0
+
+    def __call__(self, seconds: float) -> None:
+        self.num_waits += 1
+        if self._parts:
+            with self._path.open("a") as file:
+                file.write(self._parts.pop(0))
+
+
+def test_of_a_file_that_is_being_written_no_part_is_taken_for_the_whole(tmp_path: Path) -> None:
+    """A beginning may be right by itself, and allow what the rest of it forbids."""
+    path = tmp_path / "own.toml"
+    path.write_text('default = "deny"\n')
+    writer = Writer(path, "[[never_hold]]\n", 'who = "operator:x"\n', "")
+    file = OwnershipFile(path, sleep=writer)
+    assert not file.refresh()
+    assert not writer.num_waits, "nothing has changed"
+    path.write_text('default = "allow"\n')
+    assert file.refresh()
+    assert file.rules.never_hold, "the whole file"
+    assert file.problem is None
+
+
+def test_of_a_file_that_changes_all_the_time_the_rules_stay_and_no_answer_begins(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text('default = "deny"\n')
+    file = OwnershipFile(path, sleep=Writer(path, *["#\n"] * 1000))
+    path.write_text('default = "allow"\n')
+    assert not file.refresh()
+    assert not file.rules.is_default_allow
+    assert "being written" in str(file.problem)
+    file._sleep = lambda seconds: None
+    assert file.refresh()
+    assert file.problem is None
+    assert file.rules.is_default_allow
+
+
+def test_error_in_a_changed_file_is_told_at_every_look_whatever_kind_it_is_of(tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text(HEAD)
+    file = OwnershipFile(path)
+    path.write_text(HEAD + "x = " + "[" * 20_000)
+    for _ in range(2):
+        assert not file.refresh()
+        assert "no TOML that can be read" in str(file.problem)
