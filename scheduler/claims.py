@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from fusion_node.types import PeerId
@@ -252,6 +252,28 @@ class ClaimBook:
         usual_s = self._usual_excess(tuple(each.peer for each in stages), width, excess_s)
         for stage, share_s in zip(stages, self._split(stages, width, usual_s), strict=True):
             self.observe_step(stage.peer, stage.num_layers, num_rows, stage.compute_s, stage.queue_s, share_s, now)
+
+    def observe_shared_round(
+        self, stages: Sequence[StageStep], num_rows: int, *, unknown: Collection[PeerId], round_s: float, now: float
+    ) -> None:
+        """One whole round in which groups took part: the others' own words, and what was charged to them before.
+
+        What nobody's word explains may be a group's, of which nobody knows what its legs take: nobody is charged for
+        it, and nobody is cleared.
+
+        Args:
+            stages: all that took part, in order. What they say is scaled down to the round.
+            unknown: those among them that are groups.
+        """
+        if not stages or num_rows < 1 or not 0.0 <= round_s < math.inf:
+            return
+        width = _width_of(num_rows)
+        for stage in _within(stages, round_s, round_s):
+            if stage.peer not in unknown:
+                charged_s = self._node(stage.peer).excess_s[width] * stage.num_layers
+                self.observe_step(
+                    stage.peer, stage.num_layers, num_rows, stage.compute_s, stage.queue_s, charged_s, now
+                )
 
     def message_excess_s(self, now: float) -> float:
         """What each message of a round took beyond the ``legs_s`` that it was observed with, by the median of the last

@@ -312,19 +312,24 @@ class Router:
             round_s: from the first byte that was sent to the last that came back, by our own clock.
         """
         peers = [peer for peer, _ in places]
-        if self._legs is None or len(timings) != len(places) or any(map(is_group, peers)):
-            return  # of a group, nobody knows which member it took how long
+        if self._legs is None or len(timings) != len(places):
+            return
+        steps = [
+            StageStep(peer, len(layers), compute_s, queue_s)
+            for (peer, layers), (compute_s, queue_s) in zip(places, timings, strict=True)
+        ]
+        groups = set(filter(is_group, peers))
+        self._measured.update(set(peers) - groups)
+        self._has_news = self._has_news or len(groups) < len(peers)
+        if groups:
+            now = time.monotonic()
+            self._claims.observe_shared_round(steps, num_rows, unknown=groups, round_s=round_s, now=now)
+            return
         legs_s = sum(
             self._legs.leg(sender, receiver).seconds(self._row_bytes * (1 if receiver is None else num_rows))
             + MESSAGE_OVERHEAD_S
             for sender, receiver in zip([None, *peers], [*peers, None], strict=True)
         )
-        steps = [
-            StageStep(peer, len(layers), compute_s, queue_s)
-            for (peer, layers), (compute_s, queue_s) in zip(places, timings, strict=True)
-        ]
-        self._measured.update(peers)
-        self._has_news = True
         self._claims.observe_round(steps, num_rows, round_s=round_s, legs_s=legs_s, now=time.monotonic())
 
     def save(self, *, not_within_s: float = 0.0) -> None:

@@ -370,3 +370,30 @@ def test_routes_lead_past_a_liar_after_its_first_request() -> None:
     assert served[0] == MALLORY
     assert served.count(MALLORY) == 1
     assert statistics.mode(served) == ALICE
+
+
+def test_of_a_round_with_a_group_nodes_are_believed_within_the_round_and_not_cleared_of_what_was_charged() -> None:
+    book, group = ClaimBook(), PeerId("a group")
+
+    def shared(seconds: float, of_group_s: float, round_s: float) -> None:
+        steps = [StageStep(BOB, 10, seconds, 0.0), StageStep(group, 10, of_group_s, 0.0)]
+        book.observe_shared_round(steps, 1, unknown={group}, round_s=round_s, now=0.0)
+
+    for _ in range(9):
+        shared(0.05, 0.1, 1.0)
+    belief = book.believed(Claim(BOB, HONEST), now=0.0)
+    assert (belief.is_measured, belief.speed.rows_1_s) == (True, pytest.approx(0.005))
+    assert not book.believed(Claim(group, HONEST), now=0.0).is_measured
+    for _ in range(9):
+        shared(0.5, 0.5, 0.1)  # more than has passed
+    assert book.believed(Claim(BOB, HONEST), now=0.0).speed.rows_1_s == pytest.approx(0.005)
+    slow = [StageStep(BOB, 10, 0.01, 0.0)]
+    for _ in range(9):
+        book.observe_round(slow, 1, round_s=1.0, legs_s=0.0, now=0.0)
+    charged = book.believed(Claim(BOB, HONEST), now=0.0).speed.rows_1_s
+    for _ in range(9):
+        shared(0.01, 0.9, 1.0)
+    assert book.believed(Claim(BOB, HONEST), now=0.0).speed.rows_1_s == pytest.approx(charged, rel=0.01)
+    for round_s in (math.nan, math.inf, -1.0):
+        shared(0.01, 0.9, round_s)
+    assert book.believed(Claim(BOB, HONEST), now=0.0).speed.rows_1_s == pytest.approx(charged, rel=0.01)
