@@ -18,7 +18,8 @@ peer is at most one exchange ahead, since it cannot pass one without us.
 
 States of a unit: waiting to begin, waiting at an exchange (for contributions, or for the unit before), ready, running,
 done. Timers, for the first unit of a session, from when it became that at the earliest: LATE_S after it began to wait
-at an exchange, QUEUE_S after it was added and does not begin; seconds of the monotonic clock.
+at an exchange, QUEUE_S after it was added and does not begin; seconds of the monotonic clock, without those in which
+this process itself stood still.
 
 Source: docs/protocol-data-plane.md, "Groups". Still ugly: a unit that waits keeps its contributions as they came, also
 when a whole prompt of many sessions waits for one slow member; and the file is above 600 lines, because all of it
@@ -465,6 +466,12 @@ class Exchanges:
             for group in self._groups.values()
             if (end := _late_at(group)) is not None and end <= now
         ]
+
+    def stood_still(self, seconds: float, *, now: MonotonicS) -> None:
+        """This process did not run in the seconds just past: they count against nobody, and nothing has waited then."""
+        for group in self._groups.values():
+            for unit in group.units.values():
+                unit.since = min(unit.since + seconds, now)
 
     def standing(self, session: Any, *, now: MonotonicS, full: AbstractSet[PeerId] = frozenset()) -> Standing | None:
         """How far a session is, for its user, who compares that with what the other members say.

@@ -36,6 +36,7 @@ from fusion_node.daemon.exchange_core import (
 from fusion_node.daemon.forwards import Owner, in_us
 from fusion_node.daemon.pace_core import Pace
 from fusion_node.daemon.serving_core import ServedStep
+from fusion_node.daemon.standstill_core import LOOK_S
 from fusion_node.engine.batching_core import BatchingStatus, Overload, Priority
 from fusion_node.engine.device import prepare_thread, release_cached_memory
 from fusion_node.engine.forward_time_core import ForwardTime
@@ -81,6 +82,10 @@ class GroupOwner(Owner, Protocol):
         self, session: Session, code: str, reason: str, culprit: str, standing: Standing | None = None
     ) -> None:
         """Another member has sent what it must not, or nothing: what was handed in will never be computed."""
+        ...
+
+    def expire(self) -> None:
+        """Time has passed while others are waited for: tells ``stood_still`` if need be, and then ``expire``."""
         ...
 
 
@@ -346,8 +351,8 @@ class FusedForwards:
         if self._timer is None and not self._is_stopped:
             due = self._core.get_timer()
             if due is not None:
-                delay_s = max(0.0, due - self._clock()) + 0.001
-                self._timer = asyncio.get_running_loop().call_later(delay_s, self.expire)
+                delay_s = min(max(0.0, due - self._clock()) + 0.001, LOOK_S)
+                self._timer = asyncio.get_running_loop().call_later(delay_s, self._owner.expire)
 
     def expire(self) -> None:
         """Gives up what has waited too long. May be called at any time."""
@@ -356,6 +361,10 @@ class FusedForwards:
             self._timer = None
         self._tell(self._core.handle_timer(now=self._now()))
         self._set_timer()
+
+    def stood_still(self, seconds: float) -> None:
+        """In the seconds just past this process did not run: nobody is late for them."""
+        self._core.stood_still(seconds, now=self._now())
 
     def _start(self, batch: Batch) -> None:
         beginning = tuple(unit for unit in batch.units if batch.exchange is None and unit.payload.fused is None)

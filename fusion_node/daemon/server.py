@@ -37,6 +37,7 @@ from fusion_node.daemon.serving_core import (
     Serving,
     Take,
 )
+from fusion_node.daemon.standstill_core import Standstill
 from fusion_node.engine.batching_core import BatchingCore, BatchingStatus
 from fusion_node.engine.shard_engine import ShardEngine
 from fusion_node.engine.slice_engine import SliceEngine
@@ -117,6 +118,7 @@ class NodeServer:
         self._own_record = own_record
         self._clock = clock
         self._started_at = clock()
+        self._standstill = Standstill(now=self._now())
         self.outputs = OutputLog(max_bytes=retain_bytes)
 
         def signed(session: Session, lease_s: float) -> bytes:
@@ -197,6 +199,7 @@ class NodeServer:
         Raises:
             RemoteProtocolError: a node has no business with it; the link is to be closed.
         """
+        self._look()
         if self._serving.receive(peer, message, payload, now=self._now()):
             self._carry_out()
             return
@@ -223,7 +226,11 @@ class NodeServer:
     # what the rest of the node asks
 
     def expire(self) -> None:
-        """Ends the sessions whose time is over. Called now and then by whoever runs the server."""
+        """Ends the sessions whose time is over. Called every LOOK_S by whoever runs the server.
+
+        When nobody has called for longer, nor anything has come, this process stood still, and nobody is late for that.
+        """
+        self._look()
         self._serving.handle_timer(now=self._now())
         self._carry_out()
         if isinstance(self._forwards, FusedForwards):
@@ -565,6 +572,13 @@ class NodeServer:
         if self._pool is None:
             raise RuntimeError("NodeServer.attach was not called")
         return self._pool
+
+    def _look(self) -> None:
+        seconds = self._standstill.look(now=self._now())
+        if seconds:
+            self._serving.stood_still(seconds, now=self._now())
+            if isinstance(self._forwards, FusedForwards):
+                self._forwards.stood_still(seconds)
 
     def _now(self) -> MonotonicS:
         return MonotonicS(self._clock())

@@ -740,6 +740,15 @@ class Serving:
             # Of retained sessions whose KV is gone.
             self.outputs.keep_only(lambda key: self.admission.knows(*key))
 
+    def stood_still(self, seconds: float, *, now: MonotonicS) -> None:
+        """This process did not run in the seconds just past: they count against nobody before the stage."""
+        for session in self._with_early:
+            if session.early_until is not None:
+                session.early_until = MonotonicS(min(session.early_until + seconds, now + EARLY_S))
+        for session in self._with_joining:
+            for entry in session.joining.values():
+                entry.since = MonotonicS(min(entry.since + seconds, now))
+
     def next_command(self) -> Command | None:
         """Drained one by one, in order."""
         while self.admission.over:

@@ -522,6 +522,27 @@ def test_the_only_member_for_whom_one_waits_is_named_after_some_time() -> None:
     assert member.core.get_timer() is None  # it waits for the device
 
 
+def test_while_this_process_itself_stood_still_nobody_is_late() -> None:
+    member = Member(0, PEERS[:2])
+    for session in (1, 2):
+        member.enter(session)
+    member.add(1, 1, 1)
+    compute(member)
+    woken = MonotonicS(NOW + 5.0 + 60.0)
+    member.core.add([Unit(2, 1, 1)], now=MonotonicS(woken - 1.0))  # began to wait amid it
+    member.core.stood_still(60.0, now=woken)
+    assert member.core.handle_timer(now=woken) == []
+    standing = member.core.standing(1, now=woken)
+    assert standing is not None
+    assert standing.waited_ms == 5000
+    assert member.core.get_timer() == NOW + 60.0 + LATE_S
+    (fault,) = member.core.handle_timer(now=MonotonicS(NOW + 60.0 + LATE_S))
+    assert (fault.session, fault.code, fault.culprit) == (1, "late-partials", PEERS[1])
+    standing = member.core.standing(2, now=woken)
+    assert standing is not None
+    assert standing.waited_ms == 0
+
+
 def test_how_far_a_session_is_says_for_whom_it_waits_and_what_it_has_sent() -> None:
     member = Member(0, PEERS[:3])
     later = MonotonicS(NOW + 2.0)

@@ -365,6 +365,21 @@ def test_a_member_before_that_does_not_send_its_columns_is_named_after_some_time
     assert member.session.num_joining_rows == member.session.num_joining_bytes == 0
 
 
+def test_while_this_process_itself_stood_still_no_member_before_is_late() -> None:
+    member = Member()
+    plan = member.open()
+    member.part(plan, FRONT[1], 0)
+    woken = MonotonicS(NOW + 5.0 + 60.0)
+    member.core.stood_still(60.0, now=woken)
+    member.core.handle_timer(now=woken)
+    member.carry_out()
+    assert member.session.state is SessionState.OPEN
+    assert member.core.get_timer() == NOW + 60.0 + PARTS_S
+    member.core.handle_timer(now=MonotonicS(NOW + 60.0 + PARTS_S))
+    member.carry_out()
+    assert member.failure() == ("late-parts", FRONT[0], True)
+
+
 def test_what_is_computed_goes_to_those_behind_as_far_as_they_hold_the_same_columns_and_so_again() -> None:
     member = Member()
     plan = member.open()

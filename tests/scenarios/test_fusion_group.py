@@ -382,11 +382,28 @@ async def test_late_member_is_named_and_the_rows_are_given_up(swarm: MemorySwarm
     user.stages = [nodes[:1]]  # the other one never gets the step
     user.send(user.embed([5]))
     await until(lambda: nodes[0].server.counters["exchanges"] == 1)
-    nodes[0].clock.now += 21.0
-    nodes[0].server.expire()
+    nodes[0].run_for(21)
     peer, failed = await user.failure()
     assert (peer, failed.code, failed.culprit) == (nodes[0].peer, "late-partials", nodes[1].peer)
     assert not nodes[0].server.is_busy
+
+
+async def test_who_was_stopped_itself_blames_nobody_for_that_time(swarm: MemorySwarm) -> None:
+    nodes = await group(swarm, ALL, (1, 1))
+    user = GroupUser.of(swarm, [nodes])
+    await user.open()
+    whole = GroupUser.of(swarm, [[await swarm.node(ALL)]])
+    await whole.open()
+    user.stages = [nodes[:1]]  # the other one gets the step later
+    user.send(user.embed([5]))
+    await until(lambda: nodes[0].server.counters["exchanges"] == 1)
+    nodes[0].run_for(10)
+    nodes[0].clock.now += 60.0
+    nodes[0].server.expire()
+    nodes[0].run_for(5)
+    assert nodes[0].server.is_busy
+    user.stages, user.sequence, user.last_node = [nodes], 0, 0
+    assert near(await user.step(user.embed([5])), await whole.step(whole.embed([5])))
 
 
 async def test_a_batch_that_does_not_fit_is_computed_in_smaller_ones(swarm: MemorySwarm) -> None:
