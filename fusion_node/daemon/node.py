@@ -27,7 +27,8 @@ from fusion_node.daemon.life import NodeLife
 from fusion_node.daemon.network_examiner import NetworkExaminer
 from fusion_node.daemon.swarm_view import SwarmView, control_connections
 from fusion_node.errors import ConfigError, FusionError
-from fusion_node.store import ModelStore
+from fusion_node.slices import ModelSlice, split
+from fusion_node.store import ModelStore, StoredModel
 from fusion_node.types import PeerId, UnixS
 from p2p.addresses import check_bindable, parse_listen
 from p2p.allow_list import AllowList
@@ -131,6 +132,9 @@ class _Starter:
         store = ModelStore(config.home)
         run = store.home / "run"
         model = store.find(config.model)
+        if config.slice is not None:
+            # Takes the seconds that torch takes: but who cannot serve is not in the swarm for a moment.
+            await asyncio.to_thread(_check_fuses, model, config.slice)
         if config.layers is not None:
             config.layers.check_within(model.num_layers)
         host, port = parse_listen(config.listen)
@@ -259,6 +263,13 @@ def own_swarm_key(config: NodeConfig, home: Path) -> SwarmKey | None:
     if key is not None:
         log.info("private swarm: nobody without its key gets an answer", swarm=key.tag, key=origin)
     return key
+
+
+def _check_fuses(model: StoredModel, member: ModelSlice) -> None:
+    from fusion_node.engine.architectures import load_config
+    from fusion_node.engine.sliced_layer import fusion_dims
+
+    split(fusion_dims(load_config(model)), member.weights)
 
 
 def _swarm_view(peer: PeerId, discovery: Discovery, swarm_key: SwarmKey | None, gate: PeerGate) -> SwarmView:

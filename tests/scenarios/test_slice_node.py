@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+from pathlib import Path
 from typing import cast
 
 import pytest
 
 from fusion_node.daemon.config import NodeConfig, check_slice
 from fusion_node.daemon.life import NodeLife
+from fusion_node.daemon.node import run_node
 from fusion_node.daemon.serving_node import ServingNode, Shard, load_shard
 from fusion_node.errors import ConfigError, InvalidLayers, ResourceExhausted
 from fusion_node.slices import ModelSlice
+from fusion_node.store import ModelStore
 from fusion_node.types import LayerRange, PeerId
 from p2p.discovery import Discovery
 from p2p.gate import PeerGate
 from p2p.identity import Identity
 from p2p.messages import Assign, Assigned
 from p2p.records import ShardRecord
+from tests.engine.tiny import tiny_model
 from tests.scenarios.swarm import MemorySwarm
 from tests.scenarios.test_moves import NodeDiscovery, NodeNetwork, Source, stored
 
@@ -98,6 +103,35 @@ async def test_a_slice_that_does_not_fit_is_refused_before_anything_is_read(swar
 async def test_more_members_than_heads_are_refused(swarm: MemorySwarm, stored: Source) -> None:
     with pytest.raises(ConfigError, match="4 query heads cannot be split among 5 members"):
         await loaded(swarm, stored, dataclasses.replace(CONFIG, slice=ModelSlice(0, (1,) * 5)))
+
+
+@pytest.mark.parametrize(
+    ("family", "num_members", "problem"),
+    [
+        ("phi3", 2, "a phi3 model cannot be served by a fusion group; these can: llama"),
+        ("llama", 5, "4 query heads cannot be split among 5 members"),
+    ],
+)
+async def test_a_slice_that_there_cannot_be_is_refused_before_the_node_is_anybody_in_the_swarm(
+    tmp_path: Path, family: str, num_members: int, problem: str
+) -> None:
+    tiny_model(family).whole.save_pretrained(tmp_path / "tiny")  # type: ignore[operator]
+    (tmp_path / "tiny" / "tokenizer.json").write_text('{"version": "1.0"}')
+    home = tmp_path / "home"
+    ModelStore(home).pull(str(tmp_path / "tiny"))
+    identity = tmp_path / "identity.key"
+    config = dataclasses.replace(
+        CONFIG,
+        slice=ModelSlice(0, (1,) * num_members),
+        home=home,
+        identity_path=identity,
+        listen="127.0.0.1:0",
+        mdns=False,
+        upnp=False,
+    )
+    with pytest.raises(ConfigError, match=problem):
+        await run_node(config, stop=asyncio.Event())
+    assert not identity.exists()
 
 
 def test_who_holds_a_slice_chooses_no_layers() -> None:
