@@ -394,7 +394,9 @@ def stages_of(
 @pytest.mark.parametrize("chunk", range(8))
 def test_no_plan_alternate_or_repair_breaks_a_rule_and_a_plan_is_found_where_there_is_one(chunk: int) -> None:
     num_planned = num_denied = num_patched = 0
-    for seed in range(chunk * SEEDS // 8, (chunk + 1) * SEEDS // 8):
+    for seed in range(1000 * chunk, 1000 * chunk + 1000):
+        if seed - 1000 * chunk >= SEEDS // 8 and num_planned > 5 and num_denied > 3 and num_patched > 0:
+            break  # in some runs of so many seeds hardly anything can be planned
         rng = random.Random(seed)
         num_layers = rng.randint(1, 4)
         nodes = random_swarm(rng, num_layers)
@@ -424,9 +426,8 @@ def test_no_plan_alternate_or_repair_breaks_a_rule_and_a_plan_is_found_where_the
                 num_patched += 1
                 formed_again.weights.update(formed.weights)
                 assert not breaks(rules, stages_of(patched.route, nodes, formed_again)), f"seed {seed}"
-    assert num_planned > 5
-    assert num_denied > 3, "rules have to matter for this to say anything"
-    assert num_patched > 0
+    else:
+        pytest.fail(f"{num_planned} plans, {num_denied} denied and {num_patched} patches say nothing")
 
 
 @pytest.mark.parametrize("seed", range(60))
