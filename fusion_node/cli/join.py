@@ -179,6 +179,13 @@ def join(
             help="Record there what the node is sent and sends, without the values, for `fusion-node audit`.",
         ),
     ] = None,
+    record_received: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Keep there what users send, values included, for `fusion-node privacy-report --received`.",
+        ),
+    ] = None,
     until_stdin_ends: Annotated[
         bool, typer.Option("--until-stdin-ends", help="Leave when standard input ends: with whoever started the node.")
     ] = False,
@@ -220,6 +227,7 @@ def join(
         drain_grace_s=drain_grace,
         puzzle_bits=puzzle_bits,
         audit_path=audit_log,
+        received_path=record_received,
         emulated_line=emulated_line(emulate_rtt, emulate_jitter, emulate_rate),
     )
     from fusion_node.daemon.node import run_node

@@ -16,6 +16,9 @@ from fusion_node.cli.options import (
     AsJson,
     Deny,
     DistinctOperators,
+    EmulateJitter,
+    EmulateRate,
+    EmulateRtt,
     Home,
     MaskedSums,
     MaxPrice,
@@ -35,6 +38,7 @@ from fusion_node.cli.options import (
     Wire,
     check_ownership,
     check_topology,
+    emulated_line,
     read_identity,
     user_rules,
 )
@@ -88,6 +92,9 @@ def plan(
     threads: Threads = None,
     puzzle_bits: PuzzleBits = None,
     mdns: Mdns = True,
+    emulate_rtt: EmulateRtt = None,
+    emulate_jitter: EmulateJitter = None,
+    emulate_rate: EmulateRate = None,
     home: Home = None,
     as_json: AsJson = False,
 ) -> None:
@@ -96,6 +103,7 @@ def plan(
     rules = user_rules(allow, deny, distinct_operators, max_price, max_stages)
     check_ownership(ownership)
     check_topology(topology, members, masked_sums)
+    emulated = emulated_line(emulate_rtt, emulate_jitter, emulate_rate)
     from fusion_node.client.swarm import SwarmClient
 
     async def run() -> PlanView:
@@ -112,6 +120,7 @@ def plan(
             swarm_key=swarm_key,
             identity=read_identity(identity),
             objective=objective,
+            emulated_line=emulated,
             rules=rules,
             ownership=ownership,
             topology=topology,

@@ -43,6 +43,13 @@ def privacy_report(
     prompt: Annotated[
         str | None, typer.Option(metavar="TEXT", help="To be attacked in place of the three invented ones.")
     ] = None,
+    received: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Attack real answers: what a member's `join --record-received` wrote.",
+        ),
+    ] = None,
     layers: Annotated[
         str | None,
         typer.Option(metavar="N,N,…", help="To look at; the first two, the middle and the last if not given."),
@@ -61,12 +68,14 @@ def privacy_report(
 ) -> None:
     """Attack a prompt with what one node is sent of it, and show what was read.
 
-    The nodes run in this process, and nothing is sent anywhere. What follows from the numbers: docs/privacy.md.
+    The nodes run in this process, or have run and kept what came (--received); nothing is sent anywhere.
+    What follows from the numbers: docs/privacy.md.
     """
     from fusion_node.client.tokenizer import Tokenizer
     from fusion_node.engine.device import set_threads
+    from fusion_node.engine.received_views import read_sessions
     from fusion_node.privacy.prompts import PROMPTS
-    from fusion_node.privacy.report import Settings, make_report
+    from fusion_node.privacy.report import FUSION, Settings, make_received_report, make_report
     from fusion_node.store import ModelStore
 
     parts = ModelSlice.parse(f"0/{weights if weights is not None else members}").weights
@@ -80,15 +89,25 @@ def privacy_report(
         numerics=numerics,
         seed=seed,
     )
+    if received is not None and (prompt is not None or member is not None or topology != FUSION):
+        raise ConfigError("--received says who attacks what: leave out --prompt, --member and --topology")
+    sessions = None if received is None else read_sessions(received)
     stored = ModelStore(home).find(model)
     tokenizer = Tokenizer(stored.path)
     set_threads(threads)
     texts = PROMPTS if prompt is None else (prompt,)
     token_ids = [tokenizer.encode(text) for text in texts]
     with Console(stderr=True, highlight=False).status("reading the model") as status:
-        report = make_report(
-            stored, token_ids, settings, decode=tokenizer.decode, on_progress=lambda what: status.update(f"{what} …")
-        )
+
+        def on_progress(what: str) -> None:
+            status.update(f"{what} …")
+
+        if sessions is None:
+            report = make_report(stored, token_ids, settings, decode=tokenizer.decode, on_progress=on_progress)
+        else:
+            report = make_received_report(
+                stored, sessions, settings, model_id=stored.model_id, decode=tokenizer.decode, on_progress=on_progress
+            )
     if json_file is not None:
         try:
             json_file.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
@@ -113,8 +132,11 @@ def print_report(report: Report, console: Console) -> None:
     )
     for text in report.prompts:
         console.print(f"\nread  {text.num_recovered} of {text.num_tokens} tokens", style="bold")
-        console.print(f"  prompt     {_one_line(text.prompt)}", markup=False)
-        console.print(f"  recovered  {_one_line(text.recovered)}", markup=False)
+        # Of real answers nobody says what was asked: what the own columns tell stands beside what was solved for.
+        console.print(
+            f"  {'own columns' if report.is_received else 'prompt':<12}{_one_line(text.prompt)}", markup=False
+        )
+        console.print(f"  {'recovered':<12}{_one_line(text.recovered)}", markup=False)
     console.print(f"\n{report.conclusion}", markup=False)
 
 
@@ -167,7 +189,9 @@ def _share(found: Read) -> Text:
 
 
 def _who(report: Report) -> str:
-    what = f"{report.model} in {report.numerics}, {len(report.prompts)} prompts"
+    what = (
+        f"{report.model} in {report.numerics}, {len(report.prompts)} {'answers' if report.is_received else 'prompts'}"
+    )
     size = f"{report.sent_bytes / 2**20:.1f} MiB"
     if report.member is None:
         return f"{what}: {len(report.weights)} stages one after the other, which were sent {size}"

@@ -55,6 +55,7 @@ class NodeConfig:
         drain_grace_s: for the users of a node that stops or is paused to take their sessions elsewhere.
         puzzle_bits: what this identity pays, and demands of others; None is p2p.puzzle.default_bits.
         audit_path: file to record in what this node is sent and sends (p2p.audit_log); None records nothing.
+        received_path: file to keep in what this node is sent, values included (p2p.received_frames); None: nothing.
         emulated_line: how slow a line to pretend, for demonstrations and measurements (p2p.link_emulation); None: none.
     """
 
@@ -90,6 +91,7 @@ class NodeConfig:
     drain_grace_s: float = PAUSE_GRACE_S
     puzzle_bits: int | None = None
     audit_path: Path | None = None
+    received_path: Path | None = None
     emulated_line: LineShape | None = None
 
 

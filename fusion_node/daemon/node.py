@@ -34,6 +34,7 @@ from p2p.addresses import check_bindable, parse_listen
 from p2p.allow_list import AllowList
 from p2p.audit_log import AuditLog
 from p2p.bans import FILE_NAME as BAN_FILE_NAME
+from p2p.connection import Recorder
 from p2p.control import RelayLimits
 from p2p.discovery import Discovery, DiscoveryConfig
 from p2p.gate import PeerGate
@@ -46,6 +47,7 @@ from p2p.paths import RoutedNetwork
 from p2p.peer_book import path_of
 from p2p.puzzle import PuzzleChecker, check_bits, default_bits, solution_for
 from p2p.reachability_verdict import Overall, Plane
+from p2p.received_frames import FrameFile, Recorders
 from p2p.records import ShardRecord, sign_record
 from p2p.relays import Relays
 from p2p.swarm_key import FILE_NAME as KEY_FILE_NAME
@@ -146,10 +148,7 @@ class _Starter:
         allow_list = None if config.allow_path is None else AllowList(config.allow_path)
         async with contextlib.AsyncExitStack() as stack:
             identity = stack.enter_context(_own_identity(config))
-            audit = None
-            if config.audit_path is not None:
-                audit = AuditLog(config.audit_path, identity.peer_id, software=f"fusion-node {fusion_node.__version__}")
-                stack.callback(audit.close)
+            recorder = _recorder_of(config, identity.peer_id, stack)
             gate = PeerGate(store.home / BAN_FILE_NAME, allow_list=allow_list)
             life = NodeLife(identity.peer_id, model.name, pause_grace_s=config.drain_grace_s)
             life.guarded_by(gate)
@@ -212,13 +211,29 @@ class _Starter:
             if not solving.done():
                 log.info("solving the puzzle of this identity, once: nobody would heed it before", bits=bits)
             node = ServingNode(
-                config, identity, shard, discovery, life, network, gate=gate, puzzle=await solving, recorder=audit
+                config, identity, shard, discovery, life, network, gate=gate, puzzle=await solving, recorder=recorder
             )
             stack.push_async_callback(node.close_links)
             await node.listen(host, port + 1 if port else 0)
             node.tell_links(examiner, view)
             node.on_left = stack.pop_all().aclose
             return node
+
+
+def _recorder_of(config: NodeConfig, peer: PeerId, stack: contextlib.AsyncExitStack) -> Recorder | None:
+    """Who is told of all frames on the data plane; closed with the stack.
+
+    Raises:
+        ConfigError: a file cannot be written.
+    """
+    recorders: list[AuditLog | FrameFile] = []
+    if config.audit_path is not None:
+        recorders.append(AuditLog(config.audit_path, peer, software=f"fusion-node {fusion_node.__version__}"))
+        stack.callback(recorders[-1].close)
+    if config.received_path is not None:
+        recorders.append(FrameFile(config.received_path, peer))
+        stack.callback(recorders[-1].close)
+    return Recorders(recorders) if len(recorders) > 1 else next(iter(recorders), None)
 
 
 def relays_for(own: PeerId, discovery: Discovery) -> Relays:

@@ -126,7 +126,7 @@ class _Masks:
             self.received[(*place, sent.sender)] = read_TW.astype(np.float32)
         if len(self._came) == len(self._members):
             total_TW = self._members[self._index].total(self._came, len(words), sent.exchange)
-            self.summed[place], self._came = _copy(total_TW), []
+            self.summed[place], self._came = floats_of(total_TW), []
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,19 +168,19 @@ def watch_group(group: FusionGroup, embedded_TD: torch.Tensor, index: int) -> tu
         if masks is not None:
             masks.on_sent(sent)
         if sent.sender == sent.owner == index:
-            contributed[sent.layer, sent.exchange] = _copy(sent.values_TW)
+            contributed[sent.layer, sent.exchange] = floats_of(sent.values_TW)
         elif sent.owner == index:
             kept.append((sent.sender, _partials_frame(session, sent)))
         if (sent.sender, sent.owner) == (0, 0):
             states = {Exchange.QKV: truth.before_TD, Exchange.DOWN: truth.middle_TD}.get(sent.exchange)
             if states is not None:
-                states[sent.layer] = np.concatenate([_copy(s.rows_TD) for s in steps], axis=1)
+                states[sent.layer] = np.concatenate([floats_of(s.rows_TD) for s in steps], axis=1)
 
     for k, cut_Td in enumerate(group.cut(embedded_TD)):
         frame = _step_frame(session, cut_Td, members[k].numerics.wire_dtype)
         if k == index:
             kept.append((USER, frame))
-        item = StepInput(_chain(num_tokens), _decoded_step(frame), (range(num_tokens),))
+        item = StepInput(chain_of(num_tokens), _decoded_step(frame), (range(num_tokens),))
         steps.extend(members[k].begin([item]))
     group.on_sent = on_sent
     try:
@@ -193,7 +193,7 @@ def watch_group(group: FusionGroup, embedded_TD: torch.Tensor, index: int) -> tu
     keys, values = {}, {}
     for layer in range(own.layers.start, own.layers.stop):
         pair = group.pools[index].read(layer - own.layers.start, slice(0, num_tokens), torch.float32)
-        keys[layer], values[layer] = map(_copy, pair)
+        keys[layer], values[layer] = map(floats_of, pair)
     view = MemberView(
         own.member,
         own.bounds,
@@ -219,8 +219,8 @@ def watch_stages(stages: Sequence[Stage], embedded_TD: torch.Tensor) -> list[Sta
     for stage in stages:
         frame = _step_frame(session, rows_TD, stage.numerics.wire_dtype)
         came_TD = _decoded_step(frame)
-        views.append(StageView(stage.layers.start, _copy(came_TD), len(frame)))
-        item = StepInput(_chain(num_tokens), came_TD, (range(num_tokens),))
+        views.append(StageView(stage.layers.start, floats_of(came_TD), len(frame)))
+        item = StepInput(chain_of(num_tokens), came_TD, (range(num_tokens),))
         (rows_TD,) = stage.forward([item], stage.new_pool(num_tokens))
     return views
 
@@ -231,7 +231,8 @@ def _checked(embedded_TD: torch.Tensor) -> int:
     return len(embedded_TD)
 
 
-def _chain(num_tokens: int) -> StepRows:
+def chain_of(num_tokens: int) -> StepRows:
+    """A prompt as one step, each row after the one before it."""
     return StepRows(
         live_rows=tuple(range(num_tokens)),
         nodes=tuple(range(1, num_tokens + 1)),
@@ -285,6 +286,7 @@ def _decoded_partials(kept: Frames) -> dict[tuple[int, Exchange, int], Floats]:
     return found
 
 
-def _copy(tensor: torch.Tensor) -> Floats:
+def floats_of(tensor: torch.Tensor) -> Floats:
+    """A copy of its values."""
     array: Floats = tensor.detach().float().cpu().numpy().copy()
     return array

@@ -67,6 +67,7 @@ class Report(msgspec.Struct, frozen=True):
         sent_bytes: all frames that it was sent, of all prompts.
         candidates: among which matching looks, at each of ``positions`` positions.
         prior_found: positions whose token the language model alone guesses, without a view; of the candidates too.
+        is_received: from the frames of real answers; the ``prompts`` are then what the own columns say.
     """
 
     model: str
@@ -84,6 +85,7 @@ class Report(msgspec.Struct, frozen=True):
     read: list[Read]
     prompts: list[PromptRead]
     conclusion: str
+    is_received: bool = False
 
 
 @dataclass(slots=True)

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 
 from fusion_node.engine.device import choose_device
 from fusion_node.engine.fusion_group import FusionGroup
-from fusion_node.engine.node_views import MAX_TOKENS, watch_group, watch_stages
+from fusion_node.engine.node_views import MAX_TOKENS, GroupTruth, MemberView, watch_group, watch_stages
 from fusion_node.engine.numerics import numerics_class
-from fusion_node.engine.public_model import PublicModel
+from fusion_node.engine.public_model import Prompt, PublicModel
+from fusion_node.engine.received_views import ReceivedSession, watch_received
 from fusion_node.engine.stage import Stage
 from fusion_node.engine.weights import TensorSource
 from fusion_node.errors import ConfigError
@@ -99,8 +101,60 @@ def make_report(
     model = PublicModel.load(source, numerics=numerics)
     attack = _attack_group if settings.topology == FUSION else _attack_stages
     tally = Tally()
+    taken = attack(source, model, prompts, settings, tally, on_progress)
+    return _told(source, model, settings, tally, taken, decode)
+
+
+def make_received_report(
+    source: TensorSource,
+    sessions: Sequence[ReceivedSession],
+    settings: Settings,
+    *,
+    model_id: str,
+    decode: Decode,
+    on_progress: Progress = lambda _: None,
+) -> Report:
+    """Attacks real answers with the frames that one member's node was sent of them.
+
+    There is nobody to say what was asked: the tokens are those whose embeddings are nearest to the member's own
+    columns, and the truth of what it was not sent is what the public model makes of them. If a token were wrong, so
+    would be what follows from it, and the errors would tell.
+
+    Args:
+        model_id: of ``source``.
+        sessions: of one member; what ``settings`` say of members and numerics does not count.
+
+    Raises:
+        ConfigError: the sessions are of another model, of different groups, or the settings do not fit.
+        ResourceExhausted, StoreCorrupted: see make_report.
+    """
+    first = sessions[0]
+    for session in sessions:
+        if session.model_id != model_id:
+            raise ConfigError(
+                f"the frames are of another model than {source.name}: name the one that the node has served"
+            )
+        if (session.member, session.layers, session.numerics) != (first.member, first.layers, first.numerics):
+            raise ConfigError("the frames are of different groups: record those of each in a file of its own")
+    settings = replace(
+        settings,
+        topology=FUSION,
+        weights=first.member.weights,
+        member=first.member.index,
+        numerics=first.numerics,
+    )
+    on_progress("reading the model, as the attacker")
+    model = PublicModel.load(source, numerics=numerics_class(settings.numerics))
+    tally = Tally()
+    taken = _attack_sessions(source, model, sessions, settings, tally, on_progress)
+    return msgspec.structs.replace(_told(source, model, settings, tally, taken, decode), is_received=True)
+
+
+def _told(
+    source: TensorSource, model: PublicModel, settings: Settings, tally: Tally, taken: Taken, decode: Decode
+) -> Report:
     texts, columns = [], 0
-    for token_ids, found, width in attack(source, model, prompts, settings, tally, on_progress):
+    for token_ids, found, width in taken:
         texts.append(PromptRead(decode(token_ids), decode(found), len(token_ids), count_equal(found, token_ids)))
         columns = width
     is_group = settings.topology == FUSION
@@ -149,22 +203,59 @@ def _attack_group(
         on_progress(f"prompt {number} of {len(prompts)}")
         view, truth = watch_group(group, model.embed(token_ids), settings.attacker)
         prompt = model.read(token_ids, layers, num_candidates=settings.num_candidates)
-        tally.sent_bytes += view.num_bytes
-        attack = GroupAttack(model, view, truth, prompt.states, tally, rng)
-        attack.solve()
-        found = attack.read(token_ids)
-        match_views(
-            model,
-            prompt,
-            token_ids,
-            attack.views(),
-            layers,
-            tally,
-            num_candidates=settings.num_candidates,
-            num_positions=settings.num_positions,
-            rng=rng,
+        yield _attack_view(model, view, truth, prompt, token_ids, layers, settings, tally, rng)
+
+
+def _attack_sessions(
+    source: TensorSource,
+    model: PublicModel,
+    sessions: Sequence[ReceivedSession],
+    settings: Settings,
+    tally: Tally,
+    on_progress: Progress,
+) -> Taken:
+    layers = settings.layers_of(sessions[0].layers.stop)
+    rng = np.random.default_rng(settings.seed)
+    for number, session in enumerate(sessions, start=1):
+        on_progress(f"answer {number} of {len(sessions)}")
+        view = watch_received(source, session)
+        token_ids: list[int] = model.nearest_tokens(view.columns_Td[0], view.own.columns).tolist()
+        prompt = model.read(token_ids, {0, *layers}, num_candidates=settings.num_candidates)
+        truth = GroupTruth(
+            {layer: states.before_TD for layer, states in prompt.states.items()},
+            {layer: states.middle_TD for layer, states in prompt.states.items()},
         )
-        yield token_ids, found, len(view.own.columns)
+        yield _attack_view(model, view, truth, prompt, token_ids, layers, settings, tally, rng)
+
+
+def _attack_view(
+    model: PublicModel,
+    view: MemberView,
+    truth: GroupTruth,
+    prompt: Prompt,
+    token_ids: Sequence[int],
+    layers: tuple[int, ...],
+    settings: Settings,
+    tally: Tally,
+    rng: np.random.Generator,
+) -> tuple[Sequence[int], list[int], int]:
+    """Everything on one prompt."""
+    tally.sent_bytes += view.num_bytes
+    attack = GroupAttack(model, view, truth, {layer: prompt.states[layer] for layer in layers}, tally, rng)
+    attack.solve()
+    found = attack.read(token_ids)
+    match_views(
+        model,
+        prompt,
+        token_ids,
+        attack.views(),
+        layers,
+        tally,
+        num_candidates=settings.num_candidates,
+        num_positions=settings.num_positions,
+        rng=rng,
+    )
+    return token_ids, found, len(view.own.columns)
 
 
 def _attack_stages(

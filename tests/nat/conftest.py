@@ -11,18 +11,29 @@ from tests.nat.internet import Internet, why_not
 from tests.nat.light_nodes import LightNode, Nursery
 
 
-@pytest.fixture(scope="session")
-def _possible() -> None:
-    reason = why_not()
+def _skip_for(reason: str) -> None:
     if reason and os.environ.get("CI") and os.geteuid() == 0:
         pytest.fail(f"these tests must run in CI as root: {reason}")
     if reason:
         pytest.skip(reason)
 
 
+@pytest.fixture(scope="session")
+def _possible() -> None:
+    _skip_for(why_not())
+
+
 @pytest.fixture
 def internet(_possible: None) -> Iterator[Internet]:
     """Nothing of it is left when the test ends, however it ends."""
+    with Internet() as made:
+        yield made
+
+
+@pytest.fixture
+def public_internet() -> Iterator[Internet]:
+    """As ``internet``, for tests whose hosts have public addresses and no firewalls: it needs no ``iptables``."""
+    _skip_for(why_not(("ip",)))
     with Internet() as made:
         yield made
 

@@ -1,9 +1,10 @@
 """A small internet of network namespaces: public hosts, hosts behind NAT routers, and ways to hurt all of them.
 
 Everything lives in namespaces of its own (ip-netns(8)), the wires between them included, so that nothing of it can
-reach the machine's network and nothing outside can reach it. It needs Linux, root, and the programs ``ip`` and
-``iptables``; `why_not` says what is missing. Names carry the id and the start time of the process that made them, so
-that test runs do not meddle with one another, and what a run that was killed has left behind is removed by the next.
+reach the machine's network and nothing outside can reach it. It needs Linux, root, and the program ``ip``, and
+``iptables`` for whatever is more than hosts with public addresses; `why_not` says what is missing. Names carry the id
+and the start time of the process that made them, so that test runs do not meddle with one another, and what a run that
+was killed has left behind is removed by the next.
 
 The public part is one Ethernet bridge that carries 45.0.0.0/8, each host in a /16 of its own: addresses that count as
 public in the program under test, and as different networks. Behind routers, everybody uses 192.168.1.0/24, as at home.
@@ -31,7 +32,9 @@ PREFIX = "fnat"
 NETNS_FOLDER = Path("/run/netns")
 _CLONE_NEWNET, _CLONE_NEWNS = 0x40000000, 0x00020000
 _MS_REC, _MS_SLAVE, _MNT_DETACH = 0x4000, 0x80000, 2
-_NEEDED = ("ip", "iptables")
+PACKAGES = {"ip": "iproute2", "iptables": "iptables"}
+"""Programs, and what they are installed with."""
+
 _GONE_S = 10.0
 """How long killed processes may take until their namespace is empty."""
 
@@ -54,15 +57,16 @@ class OnUnsolicited(enum.Enum):
     """Answers with a reset."""
 
 
-def why_not() -> str:
-    """Why no internet can be made here; empty when it can."""
+def why_not(programs: Sequence[str] = tuple(PACKAGES)) -> str:
+    """Why no internet can be made here that needs these programs; empty when it can."""
     if sys.platform != "linux":
         return "network namespaces need Linux"
     if os.geteuid() != 0:
         return "network namespaces need root"
-    missing = [program for program in _NEEDED if shutil.which(program) is None]
+    missing = [program for program in programs if shutil.which(program) is None]
     if missing:
-        return f"{' and '.join(missing)} not found: install the packages iproute2 and iptables"
+        packages = " and ".join(PACKAGES[program] for program in missing)
+        return f"{' and '.join(missing)} not found: install {packages}"
     # A container's root may lack the capability.
     name = f"{_own_prefix()}-try"
     tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
