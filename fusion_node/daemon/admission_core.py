@@ -34,7 +34,7 @@ from fusion_node.daemon.parts_core import JoinedPart, Parts
 from fusion_node.daemon.taps_core import problem_with_taps
 from fusion_node.engine.block_manager_core import BlockManager, NoRoom
 from fusion_node.engine.session_log_core import LogState, SessionLog
-from fusion_node.grants import ReleaseReason
+from fusion_node.grants import Grant, ReleaseReason
 from fusion_node.slices import MASK_KEY_BYTES, MIN_MASKED_MEMBERS, ModelSlice
 from fusion_node.types import LayerRange, ModelId, MonotonicS, PeerId
 from p2p.messages import (
@@ -487,21 +487,21 @@ class Admission:
         )
         return grant if problem is None else Refused(RefusalCode.NOT_GRANTED, f"the grant does not do: {problem}")
 
-    def is_in_force(self, grant: bytes) -> bool:
-        """Whether anything is held under the grant of that id."""
+    def is_in_force(self, grant: Grant) -> bool:
+        """Whether anything is held under it, or under what it was before it was renewed. Ids are the user's choice."""
         held = [*(s.grant for s in self._sessions.values()), *(kept.grant for kept in self._retained.values())]
-        return any(each is not None and each.grant.grant == grant for each in held)
+        return any(h is not None and (h.grant.user, h.grant.grant) == (grant.user, grant.grant) for h in held)
 
     def revoke(self, key: bytes, *, grant: bytes, source: PeerId) -> Session | None:
         """Drops what is held under a grant of that user; the session, where it was open."""
-        session = self.held(key, user=source)
-        if session is not None and session.grant is not None and session.grant.grant.grant == grant:
-            self._end(session, retain_until=None, why=ReleaseReason.REVOKED)
-            return session
         kept = self._retained.get((source, key))
         if kept is not None and kept.grant is not None and kept.grant.grant.grant == grant:
             self._release(source, key, ReleaseReason.REVOKED)
-        return None
+        session = self.held(key, user=source)
+        if session is None or session.grant is None or session.grant.grant.grant != grant:
+            return None
+        self._end(session, retain_until=None, why=ReleaseReason.REVOKED)
+        return session
 
     def get(self, key: bytes, *, epoch: int, source: PeerId) -> Session | None:
         """The session that a step from ``source`` belongs to; None when it is not theirs to send."""
@@ -570,6 +570,11 @@ class Admission:
             if kept is not None and kept.epoch == epoch:
                 self._release(source, key, ReleaseReason.CLOSED)
         return session
+
+    def end_kept(self) -> None:
+        """Frees all that was retained."""
+        for user, key in list(self._retained):
+            self._release(user, key, ReleaseReason.ENDED)
 
     def drop(self, session: Session, why: ReleaseReason = ReleaseReason.ENDED) -> None:
         """Forgets a session; dropping it twice does nothing."""

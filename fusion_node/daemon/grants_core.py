@@ -77,16 +77,21 @@ class EndedGrants:
     """Which grants have ended here."""
 
     def __init__(self) -> None:
-        self._ids: OrderedDict[bytes, None] = OrderedDict()
+        self._ids: OrderedDict[tuple[str, bytes], None] = OrderedDict()
 
     def add(self, grant: Grant) -> None:
         """It is over."""
-        self._ids[grant.grant] = None
+        self._ids[_key(grant)] = None
         while len(self._ids) > MAX_ENDED:
             self._ids.popitem(last=False)
 
     def __contains__(self, grant: Grant) -> bool:
-        return grant.grant in self._ids
+        return _key(grant) in self._ids
+
+
+def _key(grant: Grant) -> tuple[str, bytes]:
+    # Another user may choose the same id.
+    return grant.user, grant.grant
 
 
 def problem_with(

@@ -346,6 +346,8 @@ class NodeServer:
         except TimeoutError:
             log.warning("a forward is still running", seconds=timeout_s)
         self.end_all(DRAINING, reason)
+        self._serving.end_kept()
+        self._carry_out()
         self._forwards.close()
         self._codec.shutdown(wait=False, cancel_futures=True)
         if self._retry is not None:

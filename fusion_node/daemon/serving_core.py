@@ -664,6 +664,11 @@ class Serving:
         for session in self.admission.sessions:
             self.end(session, code, reason)
 
+    def end_kept(self) -> None:
+        """Nothing is kept of sessions that are over any more."""
+        self.admission.end_kept()
+        self.outputs.keep_only(lambda key: self.admission.knows(*key))
+
     # leaving
 
     def drain(
@@ -889,6 +894,8 @@ class Serving:
         if session is not None:
             self._forget(session)
             self._commands.append(Send(peer, SessionClosed(message.session, message.epoch)))
+        elif not self.admission.knows(peer, message.session):
+            self.outputs.drop((peer, message.session))
 
     # grants
 
@@ -931,13 +938,16 @@ class Serving:
     def _tell_released(self, over: Over) -> None:
         """Nothing is held under a grant any more, unless a session goes on under it."""
         grant = over.held.grant
-        if self.admission.is_in_force(grant.grant) or grant in self._ended:
+        user = PeerId(grant.user)
+        if not self.admission.knows(user, over.session):
+            self.outputs.drop((user, over.session))
+        if self.admission.is_in_force(grant) or grant in self._ended:
             return
         self._ended.add(grant)
         self.counters["grants_released"] += 1
         if self._sign_release is not None:
             message = SessionReleased(over.session, over.epoch, self._sign_release(over))
-            self._commands.append(Send(PeerId(grant.user), message))
+            self._commands.append(Send(user, message))
 
     def _refuse(self, peer: PeerId, key: bytes, epoch: int, stage: int, refused: Refused, *, culprit: str = "") -> None:
         self.counters["sessions_refused"] += 1
