@@ -182,6 +182,9 @@ class GrantBook:
 
     def receive(self, peer: PeerId, message: SessionReleased, *, now: UnixS) -> GrantReport | None:
         """A release has come. None if it is none that counts."""
+        if all(each.report.peer != peer for each in self._of_session.get(message.session, ())):
+            self.counters["releases_unknown"] += 1  # whoever is connected can send any number: no signature is checked
+            return None
         release = self._open_release(message.release, now)
         if isinstance(release, Refusal):
             self.counters[f"releases_{release.value}"] += 1

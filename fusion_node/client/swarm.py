@@ -431,7 +431,7 @@ class SwarmClient:
     def _released(self, peer: PeerId, message: SessionReleased) -> None:
         report = self.grants.receive(peer, message, now=UnixS(time.time()))
         if report is None:
-            log.info("a release that does not count", peer=short(peer), session=message.session.hex()[:8])
+            log.debug("a release that does not count", peer=short(peer), session=message.session.hex()[:8])
             return
         self._has_released.set()
         self._has_released = asyncio.Event()

@@ -303,3 +303,18 @@ def test_of_a_member_that_has_refused_nothing_is_asked(users: Users) -> None:
     assert users.release(refused) is None
     again = users.issue(0)
     assert [report.grant for report in users.book.reports(SESSION)] == [other, again]
+
+
+def test_no_signature_is_checked_of_a_release_of_which_nothing_is_known() -> None:
+    checked: list[bytes] = []
+
+    def opened(envelope: bytes, now: UnixS) -> Release | Refusal:
+        checked.append(envelope)
+        return open_release(envelope, now=now)
+
+    book = GrantBook(USER.peer_id, sign=lambda grant: b"", open_release=opened, new_id=lambda: b"g" * 16)
+    book.issue(PLACE, 0, session=SESSION, epoch=0, model_id=MODEL, now=NOW)
+    signed = sign_release(released(), NODE)
+    for peer, session in ((OTHER.peer_id, SESSION), (NODE.peer_id, bytes(16))):
+        assert book.receive(peer, SessionReleased(session, 0, signed), now=NOW) is None
+    assert (checked, book.counters) == ([], {"releases_unknown": 2})
