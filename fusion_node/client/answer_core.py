@@ -892,6 +892,8 @@ class AnswerCore:
 
     def _found_fault(self, fault: Fault, now: MonotonicS) -> None:
         self._faults[fault.stage] = fault
+        if fault.cause is Cause.REVOKED:
+            self._doubted.discard(fault.stage)
         self._soft_retry_s = SOFT_RETRY_S
         self._last_error = fault.error
         if fault.cause is Cause.PAIR and fault.accuser is not None:

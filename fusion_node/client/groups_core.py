@@ -447,7 +447,7 @@ class Groups:
         """What this core itself has to say to members, drained."""
         found, self._asking = self._asking, []
         for group in self._by_id.values():
-            if group.is_anew and not group.is_open and group.open is not None:
+            if group.is_anew and not (group.is_open or group.guilty) and group.open is not None:
                 opening, group.open = group.open, None
                 close = CloseSession(session=opening.session, epoch=opening.epoch)
                 for peer, message in self._opening(group, opening):
@@ -543,7 +543,8 @@ class Groups:
         return f"member {short(member)}: {printable(reason)}"[:512]
 
     def _receive_refused(self, group: _Group, source: PeerId, message: SessionRefused) -> list[Said]:
-        if message.code not in (SUCCESSOR_UNREACHABLE, MEMBER_UNREACHABLE):  # it had opened it by then
+        has_opened = group.members[group.index(source)].opened is not None
+        if message.code not in (SUCCESSOR_UNREACHABLE, MEMBER_UNREACHABLE) and not has_opened:
             self._on_refused(message.session, source)
         if message.code == SUCCESSOR_UNREACHABLE and group.stage + 1 < len(self._present.stages):
             self._suspect(source, PeerId(message.culprit))  # one of the two, and the session finds out

@@ -1103,9 +1103,10 @@ class SessionCore:
     def _fault(
         self, stage: int, cause: Cause, error: PeerError, accuser: int | None = None, *, is_either: bool = False
     ) -> None:
-        """Told once per stage, and once more when one that might have gone on cannot."""
+        """Told once per stage, and once more when one that might have gone on cannot, or must not."""
         before = self._faults.get(stage)
-        if before is not None and (cause.is_soft or not before.is_soft):
+        is_withdrawn = cause is Cause.REVOKED and before is not Cause.REVOKED
+        if before is not None and (cause.is_soft or not before.is_soft) and not is_withdrawn:
             return
         self._faults[stage] = cause
         if not cause.is_soft:

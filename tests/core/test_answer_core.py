@@ -20,11 +20,12 @@ from fusion_node.client.answer_core import (
     WantsRoute,
 )
 from fusion_node.client.session_core import Prefix
-from fusion_node.errors import LocalProtocolError, NoRoute, PeerError, PeerRefused, RemoteProtocolError
+from fusion_node.errors import LocalProtocolError, NoRoute, PeerError, PeerRefused, PeerRevoked, RemoteProtocolError
 from fusion_node.types import PeerId
 from p2p.messages import (
     NOT_RETAINED,
     AnyMessage,
+    CloseSession,
     OpenSession,
     Replayed,
     Resend,
@@ -251,6 +252,36 @@ def test_link_between_two_nodes_that_cannot_be_made_again_is_avoided_and_nobody_
         {nodes[0].peer, spare[1].peer, nodes[2].peer},
         {spare[0].peer, nodes[1].peer, nodes[2].peer},
     )
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_node_that_is_revoked_while_somebody_is_looked_for_in_its_place_gets_nothing_any_more(stage: int) -> None:
+    world, nodes, _ = world_of_three(num_spare=0)
+    user, victim = world.answer(PROMPT, NUM_TOKENS), nodes[stage].peer
+    is_revoked, sent, carry = False, list[AnyMessage](), world.send
+
+    def send(sender: PeerId, receiver: PeerId, message: AnyMessage, rows: tuple[object, ...] = (), /) -> bool:
+        if is_revoked and receiver == victim and not isinstance(message, CloseSession):
+            sent.append(message)
+        return carry(sender, receiver, message, rows)
+
+    def revoke() -> None:
+        nonlocal is_revoked
+        is_revoked, user.sees = True, lambda place: place.peer != victim
+        user.core.revoke(victim, PeerRevoked(victim, "revoked"), now=world.now)
+        user.pump()
+
+    world.send = send
+    at_token(user, 4, lambda: world.cut(nodes[0].peer, nodes[1].peer, for_good=True))
+    at_event(
+        user,
+        lambda event: isinstance(event, WantsRoute) and bool(event.lost),
+        lambda: world.after(0.01, revoke),
+    )
+    world.run(stop=lambda: user.is_done)
+    assert is_revoked
+    assert sent == []
+    assert isinstance(user.error, NoRoute)
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -810,6 +810,36 @@ def test_plain_group_is_sent_no_keys() -> None:
     assert keys_in(opening(groups, 0, resumes=False)) == [b""] * 3
 
 
+def test_group_of_which_a_member_is_lost_or_revoked_does_not_begin_anew() -> None:
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
+    groups.begin(plan_of(GROUP, epoch=1))
+    opening(groups, 1, resumes=True)
+    groups.receive(PEERS[0], opened(5, 5), NOTHING, now=NOW)
+    groups.lost(PEERS[0])
+    for peer in PEERS[1:3]:
+        groups.receive(peer, opened(0, 0), NOTHING, now=NOW)
+    assert groups.outbox() == []
+
+
+def test_member_that_refuses_what_it_has_opened_is_not_taken_to_have_held_nothing() -> None:
+    refused: list[PeerId] = []
+    groups = Groups(
+        DIMS.hidden,
+        wire_dtype="f32",
+        decompress=plain_rows,
+        on_refused=lambda session, member: refused.append(member),
+    )
+    groups.begin(plan_of(GROUP, epoch=1))
+    opening(groups, 1, resumes=False)
+    groups.receive(PEERS[0], opened(0, 0), NOTHING, now=NOW)
+    groups.receive(PEERS[0], SessionRefused(KEY, 1, 0, "no-memory", "full"), NOTHING, now=NOW)
+    assert refused == []
+    groups.begin(plan_of(GROUP, epoch=2))
+    opening(groups, 2, resumes=False)
+    groups.receive(PEERS[1], SessionRefused(KEY, 2, 0, "no-memory", "full"), NOTHING, now=NOW)
+    assert refused == [PEERS[1]]
+
+
 def test_member_that_has_something_of_what_it_was_to_begin_anew_is_at_fault() -> None:
     groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
     groups.begin(plan_of(GROUP, epoch=1))
