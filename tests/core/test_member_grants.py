@@ -9,13 +9,13 @@ import pytest
 
 from fusion_node.audit_records import name_of
 from fusion_node.daemon.grants_core import Over, release_of
-from fusion_node.daemon.serving_core import Serving
+from fusion_node.daemon.serving_core import Connect, Serving
 from fusion_node.grants import Grant, ReleaseReason
 from fusion_node.types import MonotonicS, PeerId
 from p2p.messages import CloseSession, OpenSession, RevokeGrant, SessionReleased
 from p2p.records import PROTOCOL_VERSION, Plan
 from tests.core.serving_world import KEY, MODEL, PEERS, plan_of
-from tests.core.test_group_serving import FRONT, HIDDEN, NOW, STAGES, US, USER, Connect, Member, stage
+from tests.core.test_group_serving import FRONT, HIDDEN, NOW, STAGES, US, USER, Member, stage
 
 STRANGER = PEERS[31]
 LAST = (stage(0, FRONT), stage(1, (PEERS[2], US, PEERS[4])))
