@@ -205,6 +205,9 @@ class SwarmClient:
         rules = rules or UserRules()
         if isinstance(owned, Ownership):
             rules = replace(rules, ownership=owned)
+        elif owned is not None:
+            what = type(owned).__name__
+            raise ConfigError(f"ownership is a {what}: give the file as a pathlib.Path, or rules as an Ownership")
         config = load_config(self.model)
         self.topology = topology_of(topology)
         check_members(members, self.topology)
@@ -553,10 +556,15 @@ class SwarmClient:
             yield
         finally:
             answer.prefilled.set()
-            if answer.is_kept and answer.num_computed >= MIN_POSITIONS:
+            is_kept = answer.is_kept and answer.num_computed >= MIN_POSITIONS
+            # What was withdrawn while the session was being closed came too late for it.
+            is_allowed = not (self._router.has_revoked(answer.planned) or self._router.breaches(answer.planned))
+            if is_kept and is_allowed:
                 self._tell_unneeded(prefixes.end(answer, now=MonotonicS(time.monotonic())))
             else:
                 prefixes.forget(answer)
+                if is_kept:
+                    self._tell_unneeded([answer])
 
     def _tell_unneeded(self, answers: Iterable[Answer]) -> None:
         """Their nodes need not keep them. One that cannot be told drops them in time."""
@@ -631,7 +639,9 @@ class SwarmClient:
         if file is None:
             return
         async with self._reading_ownership:
-            if await asyncio.to_thread(file.refresh):
+            await asyncio.to_thread(file.refresh)
+            # Whatever a look found for which an answer waited that was over before it: that look is not repeated.
+            if file.rules != self._router.rules.ownership:
                 self._own(file.rules)
         if file.problem is not None:
             raise ConfigError(str(file.problem))

@@ -134,3 +134,48 @@ async def test_file_that_becomes_wrong_changes_no_running_answer_and_lets_no_oth
     assert not stats.repairs
     with pytest.raises(ConfigError, match="line 1: default: is missing"):
         await answer(client)
+
+
+async def test_change_that_a_look_found_whom_nobody_waited_for_any_more_holds_all_the_same(
+    fusion: Fusion, tmp_path: Path
+) -> None:
+    """An answer that ends takes the watch over the file with it, which may be in the midst of a look then."""
+    path = tmp_path / "own.toml"
+    path.write_text('default = "allow"')
+    client = await fusion.client(ownership=path)
+    file = client._ownership_file
+    assert file is not None
+    path.write_text('default = "deny"')
+    assert file.refresh()
+    await client._read_ownership()
+    assert client._router.rules.ownership == file.rules
+    assert not client._router.rules.ownership.is_default_allow
+
+
+async def test_what_nodes_are_asked_to_keep_while_the_file_forbids_it_they_are_told_to_drop(
+    fusion: Fusion, tmp_path: Path
+) -> None:
+    nodes = await fusion.group("0:4", "0/2", "1/2")
+    path = tmp_path / "own.toml"
+    path.write_text('default = "allow"')
+    client = await fusion.client(ownership=path)
+    stats = await answer(client)
+    assert not any(report.is_ended for report in stats.grants)
+    prefixes = client._prefixes
+    assert prefixes is not None
+    [kept] = prefixes.entries
+    prefixes.forget(kept)
+    kept.ended_at = None
+    with client._remembered(prefixes, kept):  # as while its session is being closed
+        path.write_text(one_each(nodes, but=nodes[1]))
+        await client._read_ownership()
+        assert not any(report.is_ended for report in stats.grants)
+    assert not prefixes.entries
+    assert all(report.is_ended for report in stats.grants)
+
+
+async def test_rules_in_a_form_that_is_not_known_are_refused_and_never_left_out(fusion: Fusion, tmp_path: Path) -> None:
+    path = tmp_path / "own.toml"
+    path.write_text('default = "deny"')
+    with pytest.raises(ConfigError, match=r"ownership is a str: .* pathlib.Path"):
+        await fusion.client(ownership=str(path))
