@@ -82,6 +82,9 @@ MEASURING_PLANS = 4
 CANDIDATES_ON_LOOP = 48
 """From so many on, a plan takes more than about 20 ms, and is made in a thread."""
 
+HOLDER_WEIGHT = 5
+"""Of a node with a slice, beside one of whole layers: groups are weighed in many ways."""
+
 CHUNKS_PER_PROMPT = 4
 """In which a prompt goes through a route of two stages (fusion_node.client.swarm), if none gets too long or short."""
 
@@ -723,7 +726,7 @@ class Router:
         def search() -> tuple[PlannedRoute | Uncovered, Formed]:
             return plan_with(partial(self._formed, holders, legs, workload, rules, avoid), plan)
 
-        is_small = len(candidates) + len(holders) < CANDIDATES_ON_LOOP
+        is_small = len(candidates) + HOLDER_WEIGHT * len(holders) < CANDIDATES_ON_LOOP
         return search() if is_small else await asyncio.to_thread(search)
 
     async def _patch(
@@ -762,7 +765,7 @@ class Router:
         def search() -> tuple[PlannedRoute | Uncovered, Formed]:
             return plan_with(partial(self._formed, holders, legs, workload, rules, avoid), plan)
 
-        is_small = len(candidates) + len(holders) < CANDIDATES_ON_LOOP
+        is_small = len(candidates) + HOLDER_WEIGHT * len(holders) < CANDIDATES_ON_LOOP
         answer, formed = search() if is_small else await asyncio.to_thread(search)
         if isinstance(answer, Uncovered):
             return None
