@@ -196,6 +196,10 @@ class Quantization:
         for module in list(model.modules()):
             if getattr(module, "quantization_scheme", None) is not None:
                 _decompress(module)
+            if hasattr(module, "support_avx512bf16_for_cpu"):
+                # On CPUs with bfloat16 bitsandbytes would multiply in it, whatever the numerics class, and fail where a
+                # row is no multiple of its blocks. By setattr: the type checker takes attributes for parameters.
+                setattr(module, "support_avx512bf16_for_cpu", False)  # noqa: B010
         self._quantizer.postprocess_model(model)
 
 

@@ -104,7 +104,12 @@ def quantized_by_transformers(folder: Path, config: Any) -> Any:
     )
     model.save_pretrained(folder)
     # A machine with a GPU would be asked for it otherwise.
-    return by_transformers(folder, device_map="cpu")
+    reference = by_transformers(folder, device_map="cpu")
+    for module in reference.modules():
+        # On CPUs with bfloat16 bitsandbytes multiplies in it, and refuses widths that are no multiple of its blocks.
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    return reference
 
 
 def make_nf4(folder: Path) -> Any:
