@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fusion_node.simulator.world import World
 
 _NAMES = {
-    "none": "nothing injected",
+    "none": "well, but replaced",
     "kill": "killed",
     "hang": "stopped",
     "power": "without power",
