@@ -141,7 +141,7 @@ def audit(
         findings=tuple(findings.told),
         counts={str(kind): count for kind, count in findings.counts.items()},
         skipped=tuple(skipped),
-        unended=tuple(dict.fromkeys(run.source for run in runs if not run.is_ended)),
+        unended=tuple(sorted({run.source for run in runs if not run.is_ended})),
         num_records=sum(len(run.events) for run in runs),
     )
 

@@ -1,13 +1,15 @@
 """When a node takes which layers: intents instead of herding, looking again before layers are dropped, assignments.
 
 Guarantees: of nodes that choose at the same time over the same view, no two that see each other's intent begin to load
-the same layers without one of them having reckoned with the other: whoever has the higher digest chooses again. A node
-that serves goes over to other layers only while somebody else who is ready holds what it drops. An assignment counts
-once, from the one peer that the operator has named, within its dates.
+the same layers without one of them having reckoned with the other: whoever has the higher digest chooses again, and who
+has the lower one waits until the other has had the time to; if it stays, it has begun to load, and the lower one gives
+way instead. A node that serves goes over to other layers only while somebody else who is ready holds what it drops. An
+assignment counts once, from the one peer that the operator has named, within its dates.
 
-Assumes: an intent that was announced is seen by the others within the wait; where it is not, layers are held twice for
-as long as it takes to reconsider. Whoever is asked for the others tells of all nodes of the model, of a moving one what
-it will hold, with ``is_ready`` False.
+Assumes: an intent that was announced is seen by the others within the wait; where one was seen too late by a node that
+has chosen meanwhile, the other sees that node's, and gives way; where neither sees the other's, layers are held twice
+for as long as it takes to reconsider. Whoever is asked for the others tells of all nodes of the model, of a moving one
+what it will hold, with ``is_ready`` False.
 
 States of a choice: first look, waiting (an intent is announced), settled. Timers, all in seconds: INTENT_WAIT_S and up
 to INTENT_SPREAD_S more before each further look, by the digest, so that those who go first look first; between two
@@ -38,6 +40,9 @@ INTENT_SPREAD_S = 1.5
 
 MAX_LOOKS = 16
 """Of one choice. With so many who want the same, some hold it twice for a while."""
+
+SECOND_LOOK = 2
+"""The only one in which who is ready already may be in the way: a small model is loaded, and served, within a wait."""
 
 RECONSIDER_S = 900.0
 MISSING_S = 45.0
@@ -71,7 +76,9 @@ class Choice:
     policy: Policy = field(default_factory=Policy)
     _intent: Move | None = None
     _reckoned_with: dict[PeerId, LayerRange] = field(default_factory=dict)
-    """Ranges that others were loading, or meant to, when this node chose."""
+    """Ranges that others held, were loading or meant to load, when this node chose."""
+    _patient_with: dict[PeerId, LayerRange] = field(default_factory=dict)
+    """Intents in the way of this node's, seen at its last look, of others who should give way."""
     _num_looks: int = 0
 
     def look(self, others: Sequence[Host], legs: Legs) -> Intend | Settled:
@@ -81,29 +88,37 @@ class Choice:
             others: all nodes of the model.
         """
         self._num_looks += 1
-        counted = [host for host in others if self._counts(host)]
-        if self._intent is not None and (self._num_looks > MAX_LOOKS or not self._is_contested(counted)):
+        if self._num_looks > MAX_LOOKS and self._intent is not None:
             return Settled(self._intent)
+        counted = [host for host in others if self._counts(host)]
+        known = {host.peer for host in counted}
+        in_the_way = {h.peer: h.held for h in others if h.held is not None and self._is_in_the_way(h)}
+        if self._intent is not None and known.isdisjoint(in_the_way):
+            self._patient_with = in_the_way
+            return Intend(self._intent, INTENT_WAIT_S + INTENT_SPREAD_S) if in_the_way else Settled(self._intent)
+        self._patient_with = {}
         decision = choose_range(self.own, counted, self.work, legs, self.policy)
         before, self._intent = self._intent, decision if isinstance(decision, Move) else None
-        self._reckoned_with = {h.peer: h.held for h in counted if not h.is_ready and h.held is not None}
+        self._reckoned_with = {h.peer: h.held for h in counted if h.held is not None}
         if self._intent is None or (before is not None and before.layers == self._intent.layers):
             return Settled(decision)
         return Intend(self._intent, INTENT_WAIT_S + INTENT_SPREAD_S * digest(self.own.peer) / 2**64)
 
     def _counts(self, host: Host) -> bool:
         """Whether this node has to reckon with another: not with one that meant to at the same time, and gives way."""
-        if host.is_ready or self._num_looks == 1 or self._reckoned_with.get(host.peer) == host.held:
+        if host.is_ready or self._num_looks == 1 or digest(host.peer) < digest(self.own.peer):
             return True
-        return digest(host.peer) < digest(self.own.peer)
+        return host.held in (self._reckoned_with.get(host.peer), self._patient_with.get(host.peer))
 
-    def _is_contested(self, counted: Sequence[Host]) -> bool:
+    def _is_in_the_way(self, host: Host) -> bool:
+        """Whether another took up layers of this node's intent since this node chose it.
+
+        One that is ready already is so in the second look alone: of a large swarm every look sees others.
+        """
         ours = None if self._intent is None else self._intent.layers
-        return any(
-            ours is not None and host.held is not None and _overlap(ours, host.held)
-            for host in counted
-            if not host.is_ready and self._reckoned_with.get(host.peer) != host.held
-        )
+        if ours is None or host.held is None or self._reckoned_with.get(host.peer) == host.held:
+            return False
+        return _overlap(ours, host.held) and (not host.is_ready or self._num_looks == SECOND_LOOK)
 
 
 def next_look_s(rng: Random, *, are_missing: bool) -> float:

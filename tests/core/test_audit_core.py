@@ -147,6 +147,14 @@ def test_a_log_that_was_cut_off_by_a_kill_is_told_and_is_no_fault_by_itself() ->
     assert report.unended == ("b.log",)
 
 
+def test_logs_without_an_end_are_told_by_name_whatever_the_peers_are_called() -> None:
+    world = trio().close()
+    for peer, source in (("a", "node-3.log"), ("b", "node-1.log")):
+        world.runs[peer].is_ended = False
+        world.runs[peer].source = source
+    assert judged(world).unended == ("node-1.log", "node-3.log")
+
+
 def test_a_step_that_the_user_did_not_wait_for_is_abandoned_and_no_fault() -> None:
     world = trio()
     world.step(1, returns=False)

@@ -29,13 +29,18 @@ from tests.vectors.make_data_plane import ASSIGNMENT, INITIATOR, NOW, RESPONDER
 
 
 def join_together(
-    joiners: list[Host], num_layers: int, plane: Plane, *, delay_s: float, rng: random.Random
+    joiners: list[Host], num_layers: int, plane: Plane, *, delay_s: float, rng: random.Random, slow_s: float = 0.0
 ) -> list[Host]:
-    """All begin to look within a tenth of a second; what one announces, the others see after the delay."""
+    """All begin to look within a tenth of a second; what one announces, the others see after the delay.
+
+    Args:
+        slow_s: that the look of one takes at most, from what it sees to what it tells: some machines are busy.
+    """
     told: dict[PeerId, list[tuple[float, LayerRange]]] = {joiner.peer: [] for joiner in joiners}
     settled: dict[PeerId, LayerRange] = {}
     choices = {joiner.peer: Choice(joiner, work(num_layers)) for joiner in joiners}
     by_peer = {joiner.peer: joiner for joiner in joiners}
+    takes_s = {joiner.peer: rng.uniform(0, slow_s) for joiner in joiners}
     events = [(rng.uniform(0, 0.1), joiner.peer) for joiner in joiners]
     heapq.heapify(events)
     while events:
@@ -47,12 +52,12 @@ def join_together(
                 view.append(replace(by_peer[other], held=seen[-1], is_ready=False))
         match choices[peer].look(view, plane):
             case Intend(move, wait_s):
-                told[peer].append((now, move.layers))
-                heapq.heappush(events, (now + wait_s, peer))
+                told[peer].append((now + takes_s[peer], move.layers))
+                heapq.heappush(events, (now + takes_s[peer] + wait_s, peer))
             case Settled(decision):
                 assert decision.layers is not None
                 settled[peer] = decision.layers
-                told[peer].append((now, decision.layers))
+                told[peer].append((now + takes_s[peer], decision.layers))
     return [replace(joiner, held=settled[joiner.peer]) for joiner in joiners]
 
 
@@ -110,13 +115,49 @@ def test_the_lowest_digest_keeps_its_choice_and_the_other_chooses_again() -> Non
         assert isinstance(intent, Intend)
         assert INTENT_WAIT_S <= intent.wait_s <= INTENT_WAIT_S + INTENT_SPREAD_S
         seen[h.peer] = replace(h, held=intent.move.layers, is_ready=False)
-    kept = choices[low.peer].look([seen[high.peer]], Plane())
-    assert isinstance(kept, Settled)
-    assert kept.decision.layers == LayerRange(0, 5)
+    keeps = choices[low.peer].look([seen[high.peer]], Plane())
+    assert isinstance(keeps, Intend)
+    assert keeps.move.layers == LayerRange(0, 5)
+    # So long that the other one has looked.
+    assert keeps.wait_s >= INTENT_WAIT_S + INTENT_SPREAD_S
     again = choices[high.peer].look([seen[low.peer]], Plane())
     assert isinstance(again, Intend)
     assert again.move.layers == LayerRange(5, 10)
     assert isinstance(choices[high.peer].look([seen[low.peer]], Plane()), Settled)
+    seen[high.peer] = replace(high, held=again.move.layers, is_ready=False)
+    kept = choices[low.peer].look([seen[high.peer]], Plane())
+    assert isinstance(kept, Settled)
+    assert kept.decision.layers == LayerRange(0, 5)
+
+
+@pytest.mark.parametrize("is_ready", [False, True])
+def test_an_intent_that_was_seen_too_late_by_one_who_loads_gives_way_itself(is_ready: bool) -> None:
+    """The other one has a higher digest, but has looked before this one's announcement reached it."""
+    low, high = sorted((host("a", 5), host("b", 5)), key=lambda h: digest(h.peer))
+    choices = {h.peer: Choice(h, work(10)) for h in (low, high)}
+    for h in (low, high):
+        assert isinstance(choices[h.peer].look([], Plane()), Intend)
+    settled = choices[high.peer].look([], Plane())
+    assert isinstance(settled, Settled)
+    taken = replace(high, held=settled.decision.layers, is_ready=is_ready)
+    if not is_ready:
+        # It might still give way: it has not had its time.
+        waits = choices[low.peer].look([taken], Plane())
+        assert isinstance(waits, Intend)
+        assert waits.move.layers == LayerRange(0, 5)
+    again = choices[low.peer].look([taken], Plane())
+    assert isinstance(again, Intend)
+    assert again.move.layers == LayerRange(5, 10)
+    assert isinstance(choices[low.peer].look([taken], Plane()), Settled)
+
+
+@pytest.mark.parametrize("slow_s", [1.0, 3.0, 6.0])
+def test_joiners_on_machines_of_unlike_speed_take_different_layers(slow_s: float) -> None:
+    for seed in range(200):
+        joiners = [host(f"{seed}-{index}", 5) for index in range(2 + seed % 3)]
+        placed = join_together(joiners, 5 * len(joiners), Plane(), delay_s=0.3, rng=random.Random(seed), slow_s=slow_s)
+        held = sorted(str(h.held) for h in placed)
+        assert len(set(held)) == len(joiners), (seed, held)
 
 
 def test_whoever_was_there_first_is_reckoned_with_whatever_its_digest() -> None:
