@@ -346,6 +346,11 @@ class LinkPool:
         connection = self._connections.get(peer)
         return connection.held_bytes if connection is not None else 0
 
+    def backlog_s(self, peer: PeerId) -> float:
+        """How long they take to get there at the present rate; 0 where nothing has had to wait yet."""
+        rate_Bps = self.delivery_rate_Bps(peer)
+        return self.backlog_bytes(peer) / rate_Bps if rate_Bps else 0.0
+
     @property
     def max_upload_Bps(self) -> float | None:
         """What all links together may send; None for no limit."""

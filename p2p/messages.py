@@ -304,7 +304,8 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
 
 class SessionProgress(Message, frozen=True, array_like=True, tag="progress"):
     """Stage to user: entries below ``next_sequence`` have come, and those below ``num_done`` were computed; the lease
-    ends in ``lease_s``. ``wait_s`` is what a step has to wait for the device by this node's estimate.
+    ends in ``lease_s``. ``wait_s`` is what a step has to wait for the device by this node's estimate, and ``backlog_s``
+    how long what it has sent to the next stage still takes to get there.
 
     ``epoch`` is the one that the stage is in, whichever was asked for. ``standing`` is of a member of a group.
     """
@@ -318,6 +319,7 @@ class SessionProgress(Message, frozen=True, array_like=True, tag="progress"):
     wait_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e6)]
     lease: LeaseBytes = b""
     standing: Standing | None = None
+    backlog_s: Annotated[float, msgspec.Meta(ge=0.0, le=1e6)] = 0.0
 
 
 class SessionDraining(Message, frozen=True, array_like=True, tag="drain"):

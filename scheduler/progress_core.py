@@ -6,9 +6,10 @@ between which it is, or the last stage, whose answer is missing.
 
 Guarantees: a verdict rests on two reports with the whole patience between them, of which the later one was asked for
 when it was over, so that no delay of this program or of a message makes one. There is none while the order that is
-owed first moves on. A stage that lies about its numbers can put it off by its patience once for each order and number,
-and there are a few orders under way. Upstream goes first: who waits for somebody else owes nothing. Who never reports
-is found as well (``Questions``), though it is heard whenever it is asked.
+owed first moves on, nor while its rows are on a line, by the word of who has sent them, for MAX_BACKLOG_S at most. A
+stage that lies about its numbers can put it off by its patience once for each order and number, and there are a few
+orders under way. Upstream goes first: who waits for somebody else owes nothing. Who never reports is found as well
+(``Questions``), though it is heard whenever it is asked.
 
 Assumes: stages are numbered in the order of the plan, and compute what they are given in the order of the log.
 
@@ -25,7 +26,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fusion_node.types import MonotonicS
-from scheduler.repair_core import MAX_CLAIMED_WAIT_S, Cause, Order, Verdict
+from scheduler.repair_core import BACKLOG_MARGIN, MAX_BACKLOG_S, MAX_CLAIMED_WAIT_S, Cause, Order, Verdict
 
 _NEVER = MonotonicS(float("-inf"))
 
@@ -45,6 +46,7 @@ class _Debt:
 
     Attributes:
         end: of the order: the sequence of the entry behind it.
+        arrives_at: when rows that are on a line come, by the word of who has sent them.
         witnesses: stages whose word it rests on.
         is_asked: its time is over, and everybody was asked.
     """
@@ -52,6 +54,7 @@ class _Debt:
     end: int
     num_rows: int
     since: MonotonicS
+    arrives_at: MonotonicS
     witnesses: tuple[int, ...]
     is_asked: bool = False
 
@@ -63,6 +66,7 @@ class _Report:
     next_sequence: int = 0
     num_done: int = 0
     wait_s: float = 0.0
+    backlog_s: float = 0.0
     asked_at: MonotonicS = _NEVER
 
 
@@ -82,11 +86,20 @@ class Progress:
         self._reports = [_Report()] * num_stages
         self._debts: dict[tuple[int, _Owes], _Debt] = {}
 
-    def reported(self, stage: int, next_sequence: int, num_done: int, wait_s: float, *, asked_at: MonotonicS) -> None:
+    def reported(
+        self,
+        stage: int,
+        next_sequence: int,
+        num_done: int,
+        wait_s: float,
+        *,
+        asked_at: MonotonicS,
+        backlog_s: float = 0.0,
+    ) -> None:
         """A stage has answered a question. What it had does not get less."""
         before = self._reports[stage]
         come, done = max(before.next_sequence, next_sequence), max(before.num_done, num_done)
-        self._reports[stage] = _Report(come, done, min(wait_s, MAX_CLAIMED_WAIT_S), asked_at)
+        self._reports[stage] = _Report(come, done, min(wait_s, MAX_CLAIMED_WAIT_S), backlog_s, asked_at)
         for key, debt in self._debts.items():
             if stage in debt.witnesses and asked_at < self._over_at(key):
                 debt.is_asked = False  # this answers an older question, or there is more time by it
@@ -103,7 +116,8 @@ class Progress:
             end, known = order.sequence + order.covers, self._debts.get((stage, owes))
             if known is None or known.end != end:
                 both = owes is _Owes.ROWS and stage > 0
-                known = _Debt(end, order.num_positions, now, (stage - 1, stage) if both else (stage,))
+                arrives_at = self._arrives_at(stage - 1) if both else _NEVER
+                known = _Debt(end, order.num_positions, now, arrives_at, (stage - 1, stage) if both else (stage,))
             debts[stage, owes] = known
         self._debts = debts
 
@@ -138,7 +152,13 @@ class Progress:
             seconds += self._reports[stage].wait_s
         elif owes is _Owes.ROWS and stage == 0:
             seconds += self._backlog_s()
-        return MonotonicS(debt.since + seconds)
+        over_at = debt.since + seconds
+        return MonotonicS(max(over_at, min(debt.arrives_at, over_at + MAX_BACKLOG_S)))
+
+    def _arrives_at(self, sender: int) -> MonotonicS:
+        """When what a stage had sent by its last report is there. What it says later is of what it has sent later."""
+        report = self._reports[sender]
+        return MonotonicS(report.asked_at + BACKLOG_MARGIN * report.backlog_s) if report.backlog_s > 0 else _NEVER
 
     def _place_of(self, order: Order) -> tuple[int, _Owes] | None:
         """Who owes it; None when that cannot be told, or it waits for another order."""

@@ -64,6 +64,9 @@ PROBE_ROUND_TRIPS = 4
 MAX_BACKLOG_S = 30.0
 """Of our own sending, which a question has to wait for. A prompt of 4,096 rows of 16 KiB takes as long on 18 Mbit/s."""
 
+BACKLOG_MARGIN = 1.5
+"""Rows that are on a line may take so many times as long as their sender says: others' come between them."""
+
 STUCK_S = 10.0
 """As long as a connection between two nodes can be lost before both of them know (docs/protocol-data-plane.md)."""
 
@@ -624,8 +627,14 @@ class Watch:
         for stage in range(len(self._round_trips)):
             self._grows(stage, num_entries, num_entries)
 
-    def progressed(self, stage: int, next_sequence: int, num_done: int, wait_s: float, *, now: MonotonicS) -> None:
-        """It has answered how far it is. Only what has grown has moved: a number that goes up and down is no work."""
+    def progressed(
+        self, stage: int, next_sequence: int, num_done: int, wait_s: float, *, now: MonotonicS, backlog_s: float = 0.0
+    ) -> None:
+        """It has answered how far it is. Only what has grown has moved: a number that goes up and down is no work.
+
+        Args:
+            backlog_s: see SessionProgress: what is on its line moves.
+        """
         asked_at = self._asked.get(stage)
         if asked_at is not None:
             self._round_trips[stage].note(max(0.0, now - asked_at))
@@ -633,6 +642,9 @@ class Watch:
             self._moved_at = now
         if next_sequence > num_done:
             self._claimed_wait_s = max(self._claimed_wait_s, min(wait_s, MAX_CLAIMED_WAIT_S))
+        if backlog_s > 0:
+            arrives_s = now - self._moved_at + BACKLOG_MARGIN * backlog_s
+            self._claimed_wait_s = max(self._claimed_wait_s, min(arrives_s - self._patience_s, MAX_BACKLOG_S))
         self.heard(stage, now=now)
 
     def gone(self, stage: int) -> None:

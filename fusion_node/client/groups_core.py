@@ -664,6 +664,7 @@ class Groups:
             num_done=min(each.num_done for each in said),
             lease_s=min(each.lease_s for each in said),
             wait_s=max(each.wait_s for each in said),
+            backlog_s=max(each.backlog_s for each in said),
             lease=b"",
         )
         return [Said(group.peer, merged)]

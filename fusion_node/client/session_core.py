@@ -1011,9 +1011,10 @@ class SessionCore:
             self._accuse_of_excess(stage, now)
             self._watch.heard(stage, now=now)
             return
-        self._watch.progressed(stage, message.next_sequence, message.num_done, message.wait_s, now=now)
+        moved = message.next_sequence, message.num_done, message.wait_s
+        self._watch.progressed(stage, *moved, now=now, backlog_s=message.backlog_s)
         if asked_at is not None:
-            self._progress.reported(stage, message.next_sequence, message.num_done, message.wait_s, asked_at=asked_at)
+            self._progress.reported(stage, *moved, asked_at=asked_at, backlog_s=message.backlog_s)
         if not self._is_lease_good(message, stage):
             self._fault_garbage(stage, "has signed another lease than was asked for")
 

@@ -601,11 +601,7 @@ class SwarmClient:
 
     def _backlog_s(self, peer: PeerId) -> float:
         """How long what waits for a peer takes to get there, or for any member of a group; 0 where nothing waited."""
-        links = self.connection.links
-        return max(
-            links.backlog_bytes(member) / rate_Bps if (rate_Bps := links.delivery_rate_Bps(member)) else 0.0
-            for member in members_of(peer)
-        )
+        return max(map(self.connection.links.backlog_s, members_of(peer)))
 
     @asynccontextmanager
     async def _under_way(self, shell: AnswerShell) -> AsyncIterator[None]:

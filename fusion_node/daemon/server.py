@@ -144,6 +144,7 @@ class NodeServer:
             else lambda over: sign_release(release_of(over, issued_at=unix_clock())),
             wait_s=lambda: self.status().decode_wait_s,
             backlog_bytes=lambda peer: self._require_pool().backlog_bytes(peer),
+            backlog_s=lambda peer: self._require_pool().backlog_s(peer),
             standing=self._standing,
         )
         self.counters: Counter[str] = self._serving.counters

@@ -290,6 +290,7 @@ class Serving:
         sign_release: signs what is said at the end of a grant; None: nothing is.
         wait_s: what a step has to wait for the device now, estimated.
         backlog_bytes: that wait to be sent to a peer, or for its acknowledgement.
+        backlog_s: how long they take to get there, estimated.
         standing: how far this member of a group is with a session; None of one that it computes alone.
 
     Attributes:
@@ -310,6 +311,7 @@ class Serving:
         sign_release: Callable[[Over], bytes] | None = None,
         wait_s: Callable[[], float] = lambda: 0.0,
         backlog_bytes: Callable[[PeerId], int] = lambda peer: 0,
+        backlog_s: Callable[[PeerId], float] = lambda peer: 0.0,
         standing: Callable[[Session], Standing | None] = lambda session: None,
     ) -> None:
         self.admission = admission
@@ -324,6 +326,7 @@ class Serving:
         self._ended = EndedGrants()
         self._wait_s = wait_s
         self._backlog_bytes = backlog_bytes
+        self._backlog_s = backlog_s
         self._standing = standing
         self._commands: deque[Command] = deque()
         self._unsent: dict[Session, Counter[PeerId]] = {}
@@ -986,8 +989,14 @@ class Serving:
             min(max(self._wait_s(), 0.0), 1e6),
             lease,
             self._standing(session) if session.is_group else None,
+            self._handing_on_s(session),
         )
         self._commands.append(Send(peer, progress))
+
+    def _handing_on_s(self, session: Session) -> float:
+        """How long what was sent to those behind still takes to get there; the user knows its own line."""
+        targets = () if session.is_last else session.parts.targets
+        return min(max((self._backlog_s(part.peer) for part in targets), default=0.0), 1e6)
 
     def _lease(self, session: Session, now: MonotonicS) -> tuple[float, bytes]:
         """For how many seconds the KV is promised, and that promise, signed a little earlier perhaps."""

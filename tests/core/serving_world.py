@@ -77,6 +77,7 @@ class Node:
     layers: LayerRange
     max_bytes: int = 1 << 24
     backlog: int = 0
+    backlogs_s: dict[PeerId, float] = field(default_factory=dict)
     num_blocks: int = 64
     sent: list[tuple[PeerId, AnyMessage, tuple[int, ...]]] = field(default_factory=list)
     connecting: list[Connect] = field(default_factory=list)
@@ -100,6 +101,7 @@ class Node:
             open_plan=self.plans.__getitem__,
             sign_lease=lambda session, lease_s: f"{session.plan.epoch} {lease_s:.0f}".encode(),
             backlog_bytes=lambda peer: self.backlog,
+            backlog_s=lambda peer: self.backlogs_s.get(peer, 0.0),
         )
 
     def receive(self, peer: PeerId, message: AnyMessage, rows: tuple[int, ...] = ()) -> None:

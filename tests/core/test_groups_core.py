@@ -579,6 +579,18 @@ def test_member_that_waits_is_not_the_one_that_is_behind_where_the_session_itsel
     assert groups.at_fault(GROUP, now=NOW) == {PEERS[0], PEERS[2]}
 
 
+def test_rows_of_a_group_are_on_the_way_for_as_long_as_those_of_its_slowest_line() -> None:
+    groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
+    open_group(groups)
+    groups.outgoing(GROUP, SessionQuery(KEY, 0, 0), now=NOW)
+    said = []
+    for peer, backlog_s in zip(PEERS, (0.0, 7.5, 1.0), strict=False):
+        said += groups.receive(peer, SessionProgress(KEY, 0, 0, 4, 4, 9.0, 0.0, backlog_s=backlog_s), NOTHING, now=NOW)
+    (merged,) = [each.message for each in said]
+    assert isinstance(merged, SessionProgress)
+    assert merged.backlog_s == 7.5
+
+
 def test_answer_of_an_earlier_plan_uses_up_no_question() -> None:
     groups = Groups(DIMS.hidden, wire_dtype="f32", decompress=plain_rows)
     groups.begin(plan_of(GROUP))

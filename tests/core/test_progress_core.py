@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from fusion_node.types import MonotonicS
 from scheduler.progress_core import Progress, Questions
-from scheduler.repair_core import MAX_CLAIMED_WAIT_S, Cause, Order, Verdict
+from scheduler.repair_core import BACKLOG_MARGIN, MAX_BACKLOG_S, MAX_CLAIMED_WAIT_S, Cause, Order, Verdict
 
 T0 = MonotonicS(1000.0)
 PATIENCE_S = 3.0
@@ -86,6 +86,30 @@ def test_own_rows_on_their_way_are_not_held_against_the_first_stage() -> None:
     watched = Progress(1, lambda num_rows: PATIENCE_S, lambda: 8.0)
     watched.under_way([step(0, last=0)], now=T0)
     assert watched.get_timer() == at(PATIENCE_S + 8.0)
+
+
+def on_the_line(backlog_s: float) -> float:
+    """When the pair between which the rows are is found, if their sender says so whenever it is asked."""
+    watched, orders, now = progress(), [step(4)], 0.5
+    watched.under_way(orders, now=T0)
+    while watched.verdict() is None:
+        for stage, (come, done) in enumerate([(5, 5), (4, 4), (4, 4)]):
+            watched.reported(stage, come, done, 0.0, asked_at=at(now), backlog_s=0.0 if stage else backlog_s)
+        watched.under_way(orders, now=at(now))
+        due = watched.get_timer()
+        if due is not None:
+            now = max(now, due - T0)
+            assert watched.handle_timer(now=at(now))
+    assert watched.verdict() == Verdict(1, Cause.PAIR, 0)
+    return now
+
+
+def test_rows_that_are_on_a_line_are_held_against_nobody_for_some_time() -> None:
+    assert on_the_line(0.0) == 0.5 + PATIENCE_S
+    # It says so again and again, and nothing comes: that is of what it has sent since.
+    assert on_the_line(0.1) == 0.5 + PATIENCE_S
+    assert on_the_line(8.0) == 0.5 + BACKLOG_MARGIN * 8.0
+    assert on_the_line(1e6) == pytest.approx(0.5 + PATIENCE_S + MAX_BACKLOG_S)
 
 
 def test_stage_that_computes_one_chunk_after_the_other_owes_nothing() -> None:

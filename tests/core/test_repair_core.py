@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 from fusion_node.types import MonotonicS, PeerId
 from scheduler.repair_core import (
     AVOID_S,
+    BACKLOG_MARGIN,
     CHUNK_BYTES,
     CHUNK_ROWS,
     FIRST_TIMEOUT_PER_ROW_S,
     FIRST_TIMEOUT_S,
     MAX_AVOID_S,
+    MAX_BACKLOG_S,
     MAX_OPEN_ATTEMPTS,
     MAX_PATCHES,
     MAX_REPAIRS,
@@ -447,12 +449,18 @@ def test_accusation_of_whom_is_known_to_be_gone_adds_nothing() -> None:
     assert judged(watch, at(5.0)) == []
 
 
-def rounds(watch: Watch, progress: Callable[[int], tuple[int, int, float]]) -> tuple[float, list[Verdict | Recovered]]:
-    """Every stage answers at once how far it is, until somebody is found, after so many seconds."""
+def rounds(
+    watch: Watch, progress: Callable[[int], tuple[int, int, float]], *, backlog_s: float = 0.0
+) -> tuple[float, list[Verdict | Recovered]]:
+    """Every stage answers at once how far it is, until somebody is found, after so many seconds.
+
+    Args:
+        backlog_s: that the first one says.
+    """
     while (due := watch.get_timer()) is not None and due < at(60.0):
         watch.handle_timer(now=due)
         for stage in watch.to_ask():
-            watch.progressed(stage, *progress(stage), now=due)
+            watch.progressed(stage, *progress(stage), now=due, backlog_s=0.0 if stage else backlog_s)
         if found := watch.found():
             return due - T0, found
     raise AssertionError("nobody was found")
@@ -497,6 +505,17 @@ def test_stage_that_says_how_long_steps_wait_is_believed_so_long() -> None:
     seconds, found = rounds(watch, [(5, 4, 15.0)].__getitem__)
     assert found == [Verdict(0, Cause.STUCK)]
     assert STUCK_S + 15.0 <= seconds <= STUCK_S + 15.0 + MAX_TIMEOUT_S + 0.5
+
+
+@pytest.mark.parametrize("backlog_s", [1.0, 12.0, 1e6])
+def test_pair_whose_first_says_that_rows_are_on_the_line_is_believed_for_a_while(backlog_s: float) -> None:
+    """However often it says so."""
+    watch = Watch([0.01] * 2)
+    watch.expect(0.5, now=T0)
+    seconds, found = rounds(watch, [(5, 5, 0.0), (4, 4, 0.0)].__getitem__, backlog_s=backlog_s)
+    assert found == [Verdict(1, Cause.PAIR, 0)]
+    assert STUCK_S + min(BACKLOG_MARGIN * backlog_s, MAX_BACKLOG_S) / 2 <= seconds
+    assert seconds <= STUCK_S + MAX_BACKLOG_S + MAX_TIMEOUT_S + 0.5
 
 
 @given(

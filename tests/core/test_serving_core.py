@@ -436,6 +436,21 @@ def test_close_of_an_earlier_epoch_does_not_end_a_later_one_but_of_a_later_one_d
     assert nodes[1].sent == [(USER, SessionClosed(KEY, 5), ())]
 
 
+def test_answer_to_a_query_tells_how_long_what_was_sent_on_is_under_way() -> None:
+    nodes = three()
+    opened(nodes)
+    # What is on the way to others, or to the user, is none of this session's next stage's.
+    nodes[1].backlogs_s = {nodes[2].peer: 12.5, USER: 99.0, OTHER: 99.0}
+    nodes[2].backlogs_s = {USER: 99.0}
+    for node, stage, seconds in ((nodes[1], 1, 12.5), (nodes[2], 2, 0.0)):
+        node.sent.clear()
+        node.receive(USER, SessionQuery(KEY, 0, stage))
+        assert only(node.told(SessionProgress)).backlog_s == seconds
+    nodes[1].backlogs_s = {nodes[2].peer: 1e9}
+    nodes[1].receive(USER, SessionQuery(KEY, 0, 1))
+    assert nodes[1].told(SessionProgress)[-1].backlog_s == 1e6
+
+
 def test_query_is_answered_while_rows_wait_and_renews_the_lease_for_nobody_but_the_user() -> None:
     nodes = three()
     plan = opened(nodes)

@@ -158,6 +158,7 @@ MESSAGES: tuple[tuple[AnyMessage, bytes], ...] = (
     (Replayed(SESSION, 1, 1, 7, 640), b""),
     (SessionQuery(SESSION, 1, 1), b""),
     (SessionProgress(SESSION, 1, 1, 9, 8, 30.0, 0.25, b"lease"), b""),
+    (SessionProgress(SESSION, 1, 1, 9, 9, 30.0, 0.0, b"lease", backlog_s=12.5), b""),
     (SessionDraining(SESSION, 1, 1, 20.0, "the node is shutting down"), b""),
     (SessionRefused(SESSION, 0, 1, "no-memory", "no KV left"), b""),
     (SessionRefused(SESSION, 0, 1, "member-unreachable", "no way there", RESPONDER.peer_id), b""),
