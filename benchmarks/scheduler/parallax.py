@@ -208,13 +208,22 @@ def _spare(
         size = min(node.capacity, num_layers)
         if index in used or size == 0:
             continue
-        start = min(
-            range(num_layers - size + 1), key=lambda start, size=size: (sum(holders[start : start + size]), start)
-        )
-        taken.append((index, LayerRange(start, start + size)))
-        for layer in range(start, start + size):
+        layers = lightest(holders, size)
+        taken.append((index, layers))
+        for layer in range(layers.start, layers.stop):
             holders[layer] += 1
     return taken
+
+
+def lightest(holders: Sequence[int], size: int) -> LayerRange:
+    """What a node takes that joins later: the layers that are held least, the first of equals.
+
+    Args:
+        holders: nodes that hold each layer.
+        size: layers that fit on it.
+    """
+    start = min(range(len(holders) - size + 1), key=lambda start: (sum(holders[start : start + size]), start))
+    return LayerRange(start, start + size)
 
 
 def route_in_turn(
@@ -252,25 +261,42 @@ def route_shortest(
 ) -> tuple[RouteStage, ...] | None:
     """The other router: the shortest path over ranges that abut."""
     placed = [*(stage for pipeline in allocation.pipelines for stage in pipeline), *allocation.spare]
-    placed.sort(key=lambda stage: (stage[1].start, stage[1].stop, stage[0]))
     num_layers = max(layers.stop for _, layers in placed)
+    return shortest(placed, nodes, rtt_s, LayerRange(0, num_layers))
+
+
+def shortest(
+    placed: Sequence[tuple[int, LayerRange]],
+    nodes: Sequence[Node],
+    rtt_s: Callable[[PeerId, PeerId], float],
+    span: LayerRange,
+) -> tuple[RouteStage, ...] | None:
+    """The shortest path from the first to the last layer of a span, over nodes whose ranges abut; None: there is none.
+
+    Args:
+        placed: indices of nodes with the layers that they hold.
+    """
+    placed = sorted(placed, key=lambda stage: (stage[1].start, stage[1].stop, stage[0]))
     costs: list[float] = []
     before: list[int | None] = []
-    for index, layers in placed:
-        best: tuple[float, int | None] = (0.0, None) if layers.start == 0 else (math.inf, None)
-        for earlier, (other, others) in enumerate(placed[: len(costs)]):
-            if others.stop == layers.start and other != index:
-                cost = costs[earlier] + rtt_s(nodes[other].peer, nodes[index].peer)
-                best = min(best, (cost, earlier), key=lambda choice: choice[0])
+    ending: dict[int, list[int]] = {}
+    """Places in ``placed`` that can be reached, by the layer at which they stop."""
+    for place, (index, layers) in enumerate(placed):
+        best: tuple[float, int | None] = (0.0 if layers.start == span.start else math.inf, None)
+        for earlier in ending.get(layers.start, ()):
+            cost = costs[earlier] + rtt_s(nodes[placed[earlier][0]].peer, nodes[index].peer)
+            best = min(best, (cost, earlier), key=_first)
         costs.append(best[0] + nodes[index].layer_s)
         before.append(best[1])
-    ends = [place for place, (_, layers) in enumerate(placed) if layers.stop == num_layers]
-    place: int | None = min(ends, key=lambda place: costs[place])
-    if place is None or math.isinf(costs[place]):
+        if math.isfinite(costs[-1]):
+            ending.setdefault(layers.stop, []).append(place)
+    ends = ending.get(span.stop, [])
+    if not ends:
         return None
+    last: int | None = min(ends, key=lambda place: costs[place])
     stages: list[RouteStage] = []
-    while place is not None:
-        index, layers = placed[place]
+    while last is not None:
+        index, layers = placed[last]
         stages.append(RouteStage(nodes[index].peer, layers))
-        place = before[place]
+        last = before[last]
     return tuple(reversed(stages))

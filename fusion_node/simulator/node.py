@@ -60,6 +60,7 @@ class Node(Host):
         joined_at, left_at: seconds of the world; ``left_at`` once it is gone.
         holds, is_serving: whether it has chosen its layers, and whether they are there.
         stays_s: from when it serves until it leaves.
+        leaves_by: which of the ways to leave it will take, 0 to 1 over the shares of Settings.
         fault, fault_at: the last thing that befell it, for the reports.
         due: when something will befall it, as far as the world has decided, the next first. No core sees it.
         placed: as those see it who choose layers; kept by the world.
@@ -79,6 +80,7 @@ class Node(Host):
         self.layers = LayerRange(0, 1)
         self.holds = self.is_serving = False
         self.stays_s = math.inf
+        self.leaves_by = 0.0
         self.character = character
         self.joined_at = world.heap.now
         self.left_at: float | None = None
@@ -218,6 +220,7 @@ class Node(Host):
                 open_plan=world.open_plan,
                 sign_lease=self._sign_lease,
                 wait_s=self.queue_s,
+                backlog_s=lambda peer: world.links.backlog_s(self, peer),
             )
         return self.serving
 
@@ -327,7 +330,7 @@ class Node(Host):
             if not serving.admission.holds(step.session):
                 continue
             out = self._forward(step, rows)
-            if self.character.garbage_share and self._world.chance.random() < self.character.garbage_share:
+            if self.character.garbage_share and self._world.rows_chance.random() < self.character.garbage_share:
                 out = garbage(len(out) // ROW_BYTES)
                 self.befallen("garbage")
             timing = StageTiming(int((began - came) * 1e6), int((now - began) * 1e6))

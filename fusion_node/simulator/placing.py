@@ -7,18 +7,30 @@ knows nothing. Nodes that load count as in the product: for the coverage to come
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from fusion_node.client.topology import UNKNOWN_ROUND_TRIP_S
 from fusion_node.simulator.network import Floats
 from fusion_node.simulator.planning import UserLegs, believed_speed
-from fusion_node.types import PeerId
+from fusion_node.types import LayerRange, PeerId
 from scheduler.swarm_rate import Host
 from scheduler.topology import Leg, LegSource
 
 if TYPE_CHECKING:
     from fusion_node.simulator.node import Node
     from fusion_node.simulator.world import World
+
+
+class Placer(Protocol):
+    """Who gives nodes their layers, where they do not choose for themselves: the benchmarks have another system's."""
+
+    def first(self, world: World, nodes: Sequence[Node]) -> Sequence[LayerRange]:
+        """Of those that are there when the world begins, in order."""
+        ...
+
+    def newcomer(self, world: World, node: Node) -> LayerRange:
+        """Of one that comes."""
+        ...
 
 
 class NodeLegs:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from fusion_node.simulator.world import World
 
 _NAMES = {
-    "none": "well, but replaced",
+    "none": "nothing injected",
     "kill": "killed",
     "hang": "stopped",
     "power": "without power",

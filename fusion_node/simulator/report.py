@@ -46,11 +46,7 @@ def document(world: World, *, seconds: float) -> dict[str, Any]:
             "sent_bytes": round(metrics.bytes_sent),
             "replayed_share": round(metrics.replayed_bytes / metrics.bytes_sent, 6) if metrics.bytes_sent else 0.0,
         },
-        "false_ejections": {
-            "count": metrics.false_ejections,
-            "per_hour": round(metrics.false_ejections / settings.hours, 3),
-            "per_user_hour": round(metrics.false_ejections / (settings.hours * max(1, settings.users)), 4),
-        },
+        "ejections": _ejections(metrics),
         "faults": dict(sorted(metrics.faults.items())),
         "nodes": {"joined": metrics.joined, "left": metrics.left},
         "leases": {"overlaps": metrics.lease_overlaps, "broken": metrics.broken_leases},
@@ -122,6 +118,19 @@ def _stalls(metrics: Metrics) -> dict[str, Any]:
     }
 
 
+def _ejections(metrics: Metrics) -> dict[str, Any]:
+    """Of nodes that were in an answer's route before a repair, and not after it."""
+    hours = metrics.answered_s / 3600.0
+    return {
+        "by_standing": dict(sorted(Counter(each.standing.value for each in metrics.ejections).items())),
+        "live": sum(each.standing.lives for each in metrics.ejections),
+        "false": metrics.false_ejections,
+        "wrong": metrics.num_wrong,
+        "answered_hours": round(hours, 2),
+        "wrong_per_answered_hour": round(metrics.num_wrong / hours, 4) if hours else 0.0,
+    }
+
+
 def _coverage(metrics: Metrics) -> dict[str, Any]:
     covered = [sample.covered for sample in metrics.samples]
     return {
@@ -174,7 +183,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     table.add_row("tokens/s of an answer", *_cells(requests["tokens_per_s"]))
     table.add_row("seconds to the first token", *_cells(requests["time_to_first_token_s"]))
     for fault, values in data["stalls"]["by_fault"].items():
-        name = "well, but replaced" if fault == "none" else fault
+        name = "nothing that was injected" if fault == "none" else fault
         table.add_row(f"stall after {name} ({values['count']})", *_cells(values))
     console.print(table)
     facts = Table("what happened", "", show_header=True)
@@ -189,7 +198,12 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     facts.add_row("faults", ", ".join(f"{count} {name}" for name, count in data["faults"].items()) or "none")
     facts.add_row("sent", _size(data["waste"]["sent_bytes"]))
     facts.add_row("of it replayed or prefilled again", _size(data["waste"]["replayed_bytes"]))
-    facts.add_row("live nodes replaced, per hour", f"{data['false_ejections']['per_hour']:g}")
+    ejections = data["ejections"]
+    facts.add_row("live nodes replaced", f"{ejections['live']}")
+    facts.add_row("of them named without a fault", f"{ejections['false']}")
+    facts.add_row(
+        "of them well; per hour of an answer", f"{ejections['wrong']}; {ejections['wrong_per_answered_hour']:g}"
+    )
     facts.add_row("events, per second of CPU", f"{cost['events']:,}, {cost['events_per_s']:,}")
     facts.add_row("peak memory", _size(cost["peak_memory_bytes"]))
     facts.add_row("trace digest", data["trace_digest"])

@@ -86,6 +86,8 @@ class Request:
         num_whole: tokens of the answer when its last row came.
         waits: whether ``due_at`` is waited for, all rows being there.
         num_steps, steps_s: that were taken one by one over the present route, and their seconds together.
+        opened: the nodes of the route that was open last.
+        errors: what was said against nodes.
     """
 
     core: AnswerCore
@@ -108,6 +110,8 @@ class Request:
     num_steps: int = 0
     steps_s: float = 0.0
     is_over: bool = False
+    opened: tuple[PeerId, ...] = ()
+    errors: dict[PeerId, PeerError] = field(default_factory=dict)
 
 
 class User(Host):
@@ -277,8 +281,12 @@ class User(Host):
                 self._sessions[session] = request
             case SessionEnded(session):
                 self._session_ended(session)
-            case Opened():
-                pass
+            case Opened(places=places, epoch=epoch):
+                peers = tuple(place.peer for place in places)
+                # A new session is over a new route: of the nodes before, only who was named is one that was replaced.
+                unnamed = () if epoch else (peer for peer in request.opened if peer not in request.errors)
+                world.ejected(self, request.opened, {*peers, *unnamed}, request.errors)
+                request.opened = peers
             case RowsWanted():
                 self._send_rows(request, event)
             case StepDone():
@@ -287,6 +295,7 @@ class User(Host):
             case Repaired():
                 world.repaired(self, event)
             case PeerFailed(error):
+                request.errors[PeerId(error.peer)] = error
                 self._avoid[PeerId(error.peer)] = world.heap.now + AVOID_S
                 self._known_until = -math.inf
             case Failed(error):

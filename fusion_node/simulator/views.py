@@ -51,6 +51,7 @@ class ModelledViews:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._chance = random.Random(f"{world.settings.seed}/views")
         self._nodes: list[Node] = []
         self._place: dict[PeerId, int] = {}
 
@@ -60,9 +61,9 @@ class ModelledViews:
 
     def left(self, node: Node, *, silently: bool) -> None:
         # Its last record was signed up to an announcement's interval before.
-        late_s = TTL_S - self._world.chance.uniform(0.0, ANNOUNCE_S)
+        late_s = TTL_S - self._chance.uniform(0.0, ANNOUNCE_S)
         if node.is_draining:
-            late_s = self._world.chance.uniform(0.5, 3.0)  # it has withdrawn its record
+            late_s = self._chance.uniform(0.5, 3.0)  # it has withdrawn its record
         node.seen_until = self._world.heap.now + late_s
         self._world.heap.after(late_s, self._forget, node)
 
@@ -104,6 +105,7 @@ class RealViews:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._chance = random.Random(f"{world.settings.seed}/views")
         self._membership = MembershipWorld(world.settings.seed, heap=world.heap, network=world.network)
 
     def joined(self, node: Node) -> None:
@@ -123,7 +125,7 @@ class RealViews:
 
     def _add(self, host: Host, *, is_node: bool) -> None:
         up = [each for each in self._membership.hosts.values() if each.is_up and each.shards]
-        named = self._world.chance.sample(up, min(3, len(up)))
+        named = self._chance.sample(up, min(3, len(up)))
         self._membership.add(named=named, shards=(SHARD,) if is_node else (), peer=host.peer, place=host.place)
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from fusion_node.client.answer_core import Repaired, RepairKind
 from fusion_node.daemon.placement_core import Choice, Intend
-from fusion_node.errors import ConfigError
+from fusion_node.errors import ConfigError, PeerError, PeerRefused
 from fusion_node.simulator import placing
 from fusion_node.simulator.arithmetic import Weights
 from fusion_node.simulator.churn import Churn
@@ -17,7 +17,7 @@ from fusion_node.simulator.devices import DEVICES
 from fusion_node.simulator.heap import EventHeap
 from fusion_node.simulator.links import Host, Links
 from fusion_node.simulator.membership_world import ANNOUNCE_S, EPOCH_S
-from fusion_node.simulator.metrics import Metrics, Sample, Stall
+from fusion_node.simulator.metrics import Ejection, Metrics, Sample, Stall, Standing
 from fusion_node.simulator.network import REGION_SHARES, REGIONS, Network, Way
 from fusion_node.simulator.node import FINE_AFTER_S, Character, Node
 from fusion_node.simulator.planning import Known, OwnScheduler, Scheduler, believed
@@ -51,7 +51,9 @@ NOTICE_S = 60.0
 FINE_BEFORE_S = 1.0
 """Before something befalls a node, from which steps over it are taken one by one, so that it may hit them anywhere."""
 
-FAULT_REMEMBERED_S = 60.0
+FAULT_REMEMBERED_S = 30.0
+"""For which what has befallen a node is why it is replaced: the longest stall is about as long."""
+
 PLACED_BY = 24
 """Nodes that a newcomer knows when it chooses its layers, at most: a real one looks at the nearest 96, which takes some
 times as long as everything else that a node does here."""
@@ -65,21 +67,30 @@ class World:
 
     Args:
         scheduler: by which users choose routes.
+        placer: by which nodes get their layers; None: each chooses for itself, as the product's do.
 
     Attributes:
+        chance: of who comes, when and for how long. What nodes and users do draws from other streams, so that all
+            worlds of a seed have the same hosts, whatever they are compared for.
         first_layers: at which a stage may begin; None: at any.
         is_closing: no more questions are asked.
     """
 
-    def __init__(self, settings: Settings, *, scheduler: Scheduler | None = None) -> None:
+    def __init__(
+        self, settings: Settings, *, scheduler: Scheduler | None = None, placer: placing.Placer | None = None
+    ) -> None:
         settings.check()
         self.settings = settings
         self.scheduler = scheduler or OwnScheduler()
+        self._placer = placer
         self.model = settings.shape
         self.model_id = ModelId("ab" * 32)
         self.numerics = "f16r32"
         self.heap = EventHeap()
         self.chance = random.Random(f"{settings.seed}/world")
+        self._faults_chance = random.Random(f"{settings.seed}/faults")
+        self._placing_chance = random.Random(f"{settings.seed}/placing")
+        self.rows_chance = random.Random(f"{settings.seed}/rows")
         self.network = Network(settings.seed, random.Random(f"{settings.seed}/network"))
         self.links = Links(self.heap, self.network, self._find)
         self.weights = Weights(self.model.num_layers)
@@ -123,8 +134,11 @@ class World:
 
     def _populate(self) -> None:
         settings, chance = self.settings, self.chance
-        for _ in range(settings.nodes):
-            self._join(remaining_s=self.churn.remaining_s(chance), is_first=True)
+        first = [self._join(remaining_s=self.churn.remaining_s(chance), is_first=True) for _ in range(settings.nodes)]
+        if self._placer is not None:
+            for node, layers in zip(first, self._placer.first(self, first), strict=True):
+                node.hold(layers)
+                self._serve(node)
         for number in range(settings.users):
             index = self._next_index()
             user = User(self, index, PeerId(f"12D3KooW{index:044d}"), self.network.place(chance, is_home=True))
@@ -176,7 +190,13 @@ class World:
             character = Character(claim=LIE)
         node = Node(self, index, PeerId(f"12D3KooW{index:044d}"), place, device, character)
         node.stays_s = remaining_s
+        node.leaves_by = chance.random()
         self.loading[node.peer] = node
+        if self._placer is not None:
+            if not is_first:
+                node.hold(self._placer.newcomer(self, node))
+                self.heap.after(LOAD_S, self._serve, node)
+            return node
         choice = Choice(placing.host_of(node, self.capacity_layers(node)), self.work)
         if is_first:
             # They have joined one after another, long before the beginning.
@@ -225,7 +245,7 @@ class World:
         loading = [each for each in self.loading.values() if each.holds and each is not node]
         for group, room in ((self.live, PLACED_BY - num_serving), (loading, PLACED_BY - len(known) + num_serving)):
             if room > 0:
-                drawn = group if len(group) <= PLACED_BY else self.chance.sample(group, PLACED_BY)
+                drawn = group if len(group) <= PLACED_BY else self._placing_chance.sample(group, PLACED_BY)
                 known += [each for each in drawn if each.peer not in seen][:room]
         return [each.placed or self._placed(each) for each in known]
 
@@ -249,7 +269,7 @@ class World:
         self.views.joined(node)
 
     def _leave(self, node: Node) -> None:
-        kind = self.chance.random()
+        kind = node.leaves_by
         if kind < self.settings.power_share:
             node.has_power = False
             self._end_node(node, "power")
@@ -315,13 +335,13 @@ class World:
         """
         rate = per_hour / 3600.0 * self.settings.nodes
         if rate > 0.0:
-            at = after_s + self.chance.expovariate(rate)
+            at = after_s + self._faults_chance.expovariate(rate)
             self.heap.at(at - NOTICE_S, self._draw_victim, kind, per_hour, at)
 
     def _draw_victim(self, kind: str, per_hour: float, at: float) -> None:
         self._plan_fault(kind, per_hour, at)
         if self.live:
-            node = self.chance.choice(self.live)
+            node = self._faults_chance.choice(self.live)
             heapq.heappush(node.due, at)
             self.heap.at(at, self._fault, kind, node)
 
@@ -329,7 +349,7 @@ class World:
         if not node.is_up:
             return
         if kind == "hang":
-            self.freeze(node, self.chance.expovariate(1.0) * HANG_S + 0.2)
+            self.freeze(node, self._faults_chance.expovariate(1.0) * HANG_S + 0.2)
         else:
             self.reset(node)
 
@@ -365,7 +385,7 @@ class World:
     def _part(self, share: float) -> None:
         self.parted_at = self.heap.now
         hosts: list[Host] = [*self.nodes.values(), *self.users.values()]
-        apart = self.chance.sample(hosts, max(1, round(share * len(hosts))))
+        apart = self._faults_chance.sample(hosts, max(1, round(share * len(hosts))))
         for host in apart:
             host.place.part = 1
         self.metrics.faults["partition"] += 1
@@ -446,13 +466,46 @@ class World:
         elif self._was_parted(user, node):
             fault = "partition"
         metrics.stalls.append(Stall(now, event.stall_s, fault, event.cause, event.kind.value))
-        metrics.replaced[event.cause] += 1
         num_bytes = event.replayed_positions * self.model.row_bytes
         metrics.replayed_bytes += num_bytes
         if event.kind is RepairKind.PREFILLED:
             metrics.prefilled_bytes += num_bytes
         if fault == "none" and event.kind is RepairKind.PATCHED and event.cause not in ("refused", "draining"):
             metrics.false_ejections += 1
+
+    def ejected(
+        self, user: User, route: Sequence[PeerId], kept: Collection[PeerId], errors: Mapping[PeerId, PeerError]
+    ) -> None:
+        """An answer goes on over another route.
+
+        Args:
+            route, kept: its nodes before, in order; and those that still are.
+            errors: what the user has said against some of them.
+        """
+        standings = [self._standing(user, peer, errors.get(peer)) for peer in route]
+        for place, peer in enumerate(route):
+            if peer in kept:
+                continue
+            standing, beside = standings[place], standings[max(0, place - 1) : place] + standings[place + 1 : place + 2]
+            if standing is Standing.WELL and any(not each.is_wrong for each in beside):
+                standing = Standing.BESIDE
+            others = tuple(each.value for index, each in enumerate(standings) if index != place)
+            error = str(errors.get(peer, ""))
+            self.metrics.ejections.append(Ejection(self.heap.now, peer, standing, error, others))
+
+    def _standing(self, user: User, peer: PeerId, error: PeerError | None) -> Standing:
+        node, now = self.nodes.get(peer), self.heap.now
+        if node is None or not node.is_up:
+            return Standing.GONE
+        if node.is_draining:
+            return Standing.LEAVING
+        if node.is_frozen or (node.fault and now - node.fault_at < FAULT_REMEMBERED_S):
+            return Standing.HANG if node.is_frozen else Standing(node.fault)
+        if self._was_parted(user, node):
+            return Standing.PARTITION
+        if isinstance(error, PeerRefused):
+            return Standing.REFUSED
+        return Standing.WELL if node.character.claim == 1.0 else Standing.LIES
 
     def _was_parted(self, user: User, node: Node) -> bool:
         now = self.heap.now

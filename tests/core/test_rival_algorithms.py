@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
 
 from benchmarks.scheduler import parallax, petals
-from benchmarks.scheduler.churn import PetalsScheduler
+from benchmarks.scheduler.churn import RIVALS, world_of
 from fusion_node.simulator.settings import Settings
-from fusion_node.simulator.world import World
 from fusion_node.types import LayerRange, PeerId
 from scheduler.topology import RouteStage
 
@@ -117,16 +117,55 @@ def test_parallax_routes_over_ranges_that_abut_and_weighs_a_node_by_one_layer() 
     assert [[stage.peer for stage in route] for route in in_turn] == [["slow"], ["n0", "n1"]]
 
 
-def test_simulated_users_are_answered_over_petals_routes_also_when_a_node_of_them_dies() -> None:
-    settings = Settings(
-        nodes=30, users=1, hours=0.02, model="llama-8b", think_s=0.1, answer_tokens=150.0, membership="modelled"
-    )
-    world = World(settings, scheduler=PetalsScheduler(random.Random(1)))
+def test_parallax_fills_a_gap_only_with_ranges_that_abut_within_it() -> None:
+    some = nodes(10, 10, 10, 10)
+    placed = [(0, LayerRange(4, 8)), (1, LayerRange(8, 12)), (2, LayerRange(3, 12)), (3, LayerRange(4, 10))]
+
+    def route(*left_out: int) -> tuple[RouteStage, ...] | None:
+        kept = [stage for stage in placed if stage[0] not in left_out]
+        return parallax.shortest(kept, some, lambda one, other: 0.01, LayerRange(4, 12))
+
+    assert route() == (RouteStage(PeerId("n0"), LayerRange(4, 8)), RouteStage(PeerId("n1"), LayerRange(8, 12)))
+    assert route(0) is None
+    assert route(1) is None
+
+
+def test_parallax_has_a_node_that_joins_later_take_what_is_held_least() -> None:
+    assert parallax.lightest([2, 2, 1, 0, 1, 2], 3) == LayerRange(2, 5)
+    assert parallax.lightest([1, 1, 1, 1], 2) == LayerRange(0, 2)
+
+
+SMALL = Settings(
+    nodes=30, users=1, hours=0.02, model="llama-8b", think_s=0.1, answer_tokens=150.0, membership="modelled"
+)
+
+
+@pytest.mark.parametrize("name", RIVALS)
+def test_simulated_users_are_answered_over_the_routes_of_each_also_when_a_node_of_them_dies(name: str) -> None:
+    world = world_of(name, SMALL)
     world.heap.run(10.0)
     (request, *_) = [user.request for user in world.users.values() if user.request is not None]
-    world.kill(world.nodes[request.core.places[0].peer])
+    places = request.core.places
+    if name == "Parallax":
+        assert all(place.layers == world.nodes[place.peer].layers for place in places), "nobody is entered in between"
+    world.kill(world.nodes[places[0].peer])
     world.run()
     metrics = world.metrics
     assert any(not each.error for each in metrics.requests)
     assert metrics.wrong_tokens == 0
     assert [stall.kind for stall in metrics.stalls if stall.fault == "kill"]
+
+
+def test_all_worlds_of_a_seed_have_the_same_hosts_for_as_long_whoever_chooses_their_layers_and_routes() -> None:
+    settings = dataclasses.replace(SMALL, hours=0.1, mean_lifetime_s=900.0, garbage_share=0.5, users=2)
+
+    def hosts(name: str) -> list[tuple[object, ...]]:
+        world = world_of(name, settings)
+        world.run()
+        return sorted(
+            (node.index, node.place.region, node.place.line, node.device.name, node.character, node.stays_s)
+            for node in world.nodes.values()
+            if node.index <= 40
+        )
+
+    assert hosts("ours") == hosts("Petals") == hosts("Parallax")

@@ -430,6 +430,9 @@ def test_command_prints_tables_and_writes_json(tmp_path: Path) -> None:
     assert all(check["ok"] for check in report["checks"])
     assert report["data"]["requests"]["answered"] > 0
     assert report["data"]["trace_digest"] in result.output
+    ejections = report["data"]["ejections"]
+    assert ejections["wrong"] <= ejections["live"] <= sum(ejections["by_standing"].values())
+    assert "live nodes replaced" in result.output
 
 
 @pytest.mark.parametrize(

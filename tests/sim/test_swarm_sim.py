@@ -15,7 +15,7 @@ import sys
 import pytest
 
 from fusion_node import errors
-from fusion_node.simulator.metrics import Metrics
+from fusion_node.simulator.metrics import Ejection, Metrics
 from fusion_node.simulator.settings import Partition, Settings
 from fusion_node.simulator.views import RealViews
 from fusion_node.simulator.world import World
@@ -44,6 +44,25 @@ have to wait for a node that is given up after ten seconds, and look for another
 
 MAX_FALSE_EJECTIONS = 2.0
 """Of nodes that live and can be reached, per hour of a user in such a world. Where nothing fails: none at all."""
+
+ORDINARY = Settings(
+    nodes=60,
+    users=16,
+    hours=0.05,
+    mean_lifetime_s=3600.0,
+    hangs_per_hour=1.0,
+    resets_per_hour=1.0,
+    garbage_share=0.02,
+    think_s=2.0,
+    answer_tokens=400.0,
+    tokens_per_event=64,
+    stage_layers=4,
+    membership="modelled",
+)
+"""Answers over a 70-billion model and home lines, long enough that nearly every one meets a fault."""
+
+MAX_WRONG_PER_HOUR = 0.25
+"""Nodes with which nothing is the matter that are replaced all the same, per hour of an answer in such a world."""
 
 HEALED_WITHIN_S = 60.0
 """Until everybody knows everybody again after a partition (p2p.membership_core, REUNITE_EVERY_S)."""
@@ -135,8 +154,35 @@ def test_where_nothing_fails_nothing_is_repaired_and_every_answer_comes() -> Non
     for seed in range(3):
         metrics = check(dataclasses.replace(calm, seed=seed))
         assert metrics.stalls == []
-        assert metrics.false_ejections == 0
+        assert metrics.false_ejections == metrics.num_wrong == 0
         assert not any(each.error for each in metrics.requests)
+
+
+def check_ejections(seeds: range) -> None:
+    """Of long answers over slow lines: who is replaced is at fault, but for the stated rate."""
+    ejections: list[tuple[int, Ejection]] = []
+    answered_s = 0.0
+    for seed in seeds:
+        _, metrics = run(dataclasses.replace(ORDINARY, seed=seed))
+        assert metrics.wrong_tokens == 0, seed
+        ejections += [(seed, each) for each in metrics.ejections]
+        answered_s += metrics.answered_s
+    wrong = [(seed, each) for seed, each in ejections if each.standing.is_wrong]
+    assert len(wrong) <= max(1.0, MAX_WRONG_PER_HOUR * answered_s / 3600.0), wrong
+    # A world in which nobody is replaced would prove nothing.
+    assert len(ejections) > 5 * len(seeds)
+    assert len({each.standing for _, each in ejections}) > 3
+
+
+@pytest.mark.parametrize("first", [0, 8])
+def test_no_live_peer_is_ejected_by_more_than_the_stated_rate(first: int) -> None:
+    check_ejections(range(first, first + 8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", range(1000, 1100, 10))
+def test_no_live_peer_is_ejected_by_more_than_the_stated_rate_over_a_hundred_seeds(first: int) -> None:
+    check_ejections(range(first, first + 10))
 
 
 @pytest.mark.parametrize("seed", [0, 1])
