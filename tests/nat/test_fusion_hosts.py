@@ -21,7 +21,7 @@ import torch
 from fusion_node.client.tokenizer import Tokenizer
 from fusion_node.engine.reference import ReferenceModel
 from fusion_node.store import StoredModel
-from tests.live.swarm_process import MODEL, STOP_S, NodeProcess, run_cli
+from tests.live.swarm_process import MODEL, STOP_S, NodeProcess, run_cli, wait_until
 from tests.nat.internet import Internet
 
 pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -31,6 +31,9 @@ EXCHANGES = 4
 ANSWER_S = 300.0
 KEPT = "frames"
 """What the second node keeps of what it is sent."""
+
+SURVEYED_S = 120.0
+"""For members to have told how far they are from one another."""
 
 
 @dataclass
@@ -119,6 +122,19 @@ def expected(model: StoredModel, num_tokens: int) -> list[int]:
     return ReferenceModel(model.path).greedy(Tokenizer(model.path).encode(PROMPT), num_tokens)
 
 
+def sent_widths(node: NodeProcess, kind: str) -> dict[str, set[int]]:
+    """By receiver: how wide the rows were that a node sent it in records of this kind."""
+    peers: dict[int, str] = {}
+    widths: dict[str, set[int]] = {}
+    for line in log_of(node).read_text().splitlines():
+        record = json.loads(line)
+        if record["is"] == "peer":
+            peers[record["number"]] = record["peer"]
+        elif record["is"] == kind and "to" in record:
+            widths.setdefault(peers[record["to"]], set()).add(record["width"])
+    return widths
+
+
 def test_three_hosts_with_a_third_of_every_layer_each_answer_a_user_on_a_fourth(
     public_internet: Internet, test_home: Path, builtin_model: StoredModel, tmp_path: Path
 ) -> None:
@@ -152,3 +168,43 @@ def test_three_hosts_with_a_third_of_every_layer_each_answer_a_user_on_a_fourth(
     assert {each["layer"] for each in hidden} == {0, 29}
     assert max(each["error"] for each in hidden if not each["is_control"]) < 1e-2
     assert min(each["error"] for each in hidden if each["is_control"]) > 0.5
+
+
+@pytest.mark.parametrize("round_trip_ms", [10.0, 50.0])
+def test_group_of_two_hands_on_to_a_group_of_three_only_where_their_slices_overlap(
+    public_internet: Internet, test_home: Path, builtin_model: StoredModel, tmp_path: Path, round_trip_ms: float
+) -> None:
+    num_tokens, num_layers = 8, builtin_model.num_layers
+    shards = [("0/2", "0:15"), ("1/2", "0:15"), ("0/3", "15:30"), ("1/3", "15:30"), ("2/3", "15:30")]
+    with hosts(public_internet, test_home, tmp_path, shards, round_trip_ms=round_trip_ms) as swarm:
+        plan: dict[str, Any] = {}
+
+        def is_planned() -> bool:
+            nonlocal plan
+            plan = swarm.ask("plan", "--topology", "hybrid", "--max-tokens", str(num_tokens))
+            exchange_ms = sum(stage["exchange_ms"] for stage in plan["stages"])
+            return exchange_ms >= swarm.least_ms(num_layers)
+
+        wait_until(is_planned, within_s=SURVEYED_S, what="a plan knows how far members are from one another")
+        answer = swarm.answer("hybrid", num_tokens)
+        report = swarm.audit()
+    print(
+        f"\n{round_trip_ms:g} ms: planned {1000 / plan['ms_per_token']:.2f} tokens/s, "
+        f"measured {answer['tokens_per_s']:.2f}"
+    )
+    assert answer["token_ids"] == expected(builtin_model, num_tokens)
+    assert [stage["layers"] for stage in answer["stages"]] == ["0:15", "15:30"]
+    assert 1000 / answer["tokens_per_s"] >= swarm.least_ms(num_layers)
+    (session,) = report["sessions"]
+    assert session["num_closed"] == session["num_steps"] >= num_tokens
+    fraction = {node["peer"]: node["largest_fraction"] for node in session["nodes"]}
+    first, second = swarm.nodes[:2], swarm.nodes[2:]
+    assert [fraction[node.peer] for node in first] == [0.5] * 2
+    assert [fraction[node.peer] for node in second] == pytest.approx([1 / 3] * 3)
+
+    # Columns 0:288 and 288:576 there, 0:192, 192:384 and 384:576 here.
+    a, b, c = (node.peer for node in second)
+    assert [sent_widths(node, "step") for node in first] == [{a: {192}, b: {96}}, {b: {96}, c: {192}}]
+    for group in (first, second):
+        for node in group:
+            assert set(sent_widths(node, "partials")) == {other.peer for other in group if other is not node}
