@@ -180,9 +180,10 @@ def test_no_live_peer_is_ejected_by_more_than_the_stated_rate(first: int) -> Non
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(1000, 1100, 10))
+@pytest.mark.parametrize("first", range(1000, 1100, 50))
 def test_no_live_peer_is_ejected_by_more_than_the_stated_rate_over_a_hundred_seeds(first: int) -> None:
-    check_ejections(range(first, first + 10))
+    """Fifty at a time: one world in twenty has several, which befall all users of one busy node."""
+    check_ejections(range(first, first + 50))
 
 
 @pytest.mark.parametrize("seed", [0, 1])
