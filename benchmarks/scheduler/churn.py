@@ -20,7 +20,7 @@ import dataclasses
 import random
 import statistics
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -319,20 +319,25 @@ def _together(worlds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def _print(told: dict[str, dict[str, Any]], by_seed: dict[str, list[float]]) -> None:
     table = Table(title="Whole answers while nodes come and go; the more tokens, the better")
     table.add_column("routes by")
-    for column in (
-        "answers", "failed", "tokens", "ours / theirs", "tokens/s\np5", "tokens/s\nmedian", "tokens/s\np95",
-        "first token\nmedian", "stalls", "of them from\nthe prompt on", "stall\nmedian", "stall\np95", "stood still",
-        "replayed",
-    ):  # fmt: skip
-        table.add_column(column, justify="right")
-    for name, each in told.items():
-        rates, stalls = each["tokens_per_s"], each["stalls_s"]
-        table.add_row(
-            name, f"{each['answered']:.0f}", f"{each['failed']:.0f}", f"{each['tokens']:,.0f}",
-            "" if name == "ours" else f"{statistics.median(by_seed[name]):.2f}x",
-            *(f"{rates.get(p, 0.0):.2f}" for p in ("p5", "p50", "p95")),
-            f"{each['first_token_s'].get('p50', 0.0):.1f} s", f"{each['num_stalls']}", f"{each['computed_anew']:.0f}",
-            *(f"{stalls.get(p, 0.0):.1f} s" for p in ("p50", "p95")), f"{each['stood_still_s']:,.0f} s",
-            f"{each['replayed_bytes'] / 1e9:.1f} GB",
-        )  # fmt: skip
+    for name in told:
+        table.add_column(name, justify="right")
+
+    def row(what: str, text: Callable[[dict[str, Any]], str]) -> None:
+        table.add_row(what, *map(text, told.values()))
+
+    row("answers", lambda each: f"{each['answered']:,.0f}")
+    row("failed", lambda each: f"{each['failed']:.0f}")
+    row("tokens", lambda each: f"{each['tokens']:,.0f}")
+    ratios = (f"{statistics.median(by_seed[name]):.2f} x" for name in told)
+    table.add_row("ours / theirs, median of seeds", *ratios)
+    row("tokens/s, p5", lambda each: f"{each['tokens_per_s'].get('p5', 0.0):.2f}")
+    row("tokens/s, median", lambda each: f"{each['tokens_per_s'].get('p50', 0.0):.2f}")
+    row("tokens/s, p95", lambda each: f"{each['tokens_per_s'].get('p95', 0.0):.2f}")
+    row("first token, median", lambda each: f"{each['first_token_s'].get('p50', 0.0):.1f} s")
+    row("stalls", lambda each: f"{each['num_stalls']}")
+    row("of them from the prompt on", lambda each: f"{each['computed_anew']:.0f}")
+    row("stall, median", lambda each: f"{each['stalls_s'].get('p50', 0.0):.1f} s")
+    row("stall, p95", lambda each: f"{each['stalls_s'].get('p95', 0.0):.1f} s")
+    row("stood still", lambda each: f"{each['stood_still_s']:,.0f} s")
+    row("replayed", lambda each: f"{each['replayed_bytes'] / 1e9:.1f} GB")
     Console().print(table)
