@@ -50,6 +50,33 @@ _SUBJECTS: tuple[str, ...] = (
     "jazz", "watercolour painting", "haiku", "ballet", "photography", "the guitar", "football", "swimming", "tennis",
     "marathon running", "fairy tales", "science fiction", "friendship", "honesty", "courage", "happiness", "curiosity",
     "patience", "detective stories", "comic books", "cinema", "choirs", "yoga", "mountain climbing",
+    # More nature
+    "bees and wasps", "elephants", "snow leopards", "octopuses", "frogs", "beetles", "butterflies", "owls", "wolves",
+    "whales", "horses", "cats", "ants", "salmon", "bamboo", "roses", "cacti", "fog", "snow", "rivers", "lakes",
+    "islands", "minerals", "comets", "Mars", "the seasons", "the ozone layer", "atoms", "sound", "colours", "water",
+    "bones", "teeth", "the brain", "blood", "the immune system", "viruses", "evolution", "soil", "meadows", "pollen",
+    # More places and the past
+    "ancient Egypt", "Greek myths", "the Aztecs", "samurai", "the French Revolution", "the Cold War", "explorers",
+    "the Black Death", "railways", "postal services", "pirates", "kings and queens", "money", "writing", "India",
+    "Canada", "Iceland", "Mexico", "Australia", "Venice", "London", "Istanbul", "the Himalayas", "the Amazon", "Hawaii",
+    # More home and daily life
+    "pizza", "rice", "chocolate", "butter", "sandwiches", "breakfast", "salads", "honey", "spices", "sewing",
+    "gardening", "composting", "house plants", "dogs", "weddings", "holidays", "neighbours", "grandparents", "babies",
+    "teenagers", "homework", "board games", "jigsaw puzzles", "toys", "bedtime stories", "shoes", "umbrellas", "soap",
+    "buses", "aeroplanes", "hotels", "suitcases", "headaches", "colds", "stretching", "healthy food", "glasses",
+    # More work and society
+    "leadership", "budgets", "meetings", "contracts", "start-ups", "newspapers", "theme parks", "hospitals",
+    "farmers", "firefighters", "nurses", "engineers", "lawyers", "architects", "human rights", "the constitution",
+    "inflation", "trade", "housing", "traffic", "climate change", "nuclear power", "wind power", "plastic", "charities",
+    # More technology and numbers
+    "the internet", "search engines", "social media", "cloud computing", "machine learning", "neural networks",
+    "compilers", "graphs", "hash tables", "recursion", "unit tests", "version control", "probability",
+    "triangles", "algebra", "statistics", "units of measurement", "microscopes", "telephones",
+    "radio", "television", "lasers", "tunnels", "skyscrapers", "scooters", "drones", "space stations", "cameras",
+    # More arts, sports, thoughts
+    "the piano", "drums", "folk songs", "hip-hop", "sculpture", "drawing", "theatre", "novels", "biographies", "fables",
+    "dragons", "ghosts", "time travel", "basketball", "cricket", "running shoes", "skiing", "surfing", "dance",
+    "fashion", "love", "anger", "fear", "memory", "dreams", "luck", "kindness", "justice", "freedom", "wisdom", "hope",
 )  # fmt: skip
 
 _FORMS: tuple[str, ...] = (
@@ -83,6 +110,18 @@ _FORMS: tuple[str, ...] = (
     "Which skills help with {}? Use bullet points.",
     "Write a letter to the editor about {}.",
     "What is the most common problem with {}, and how is it solved?",
+    "Tell me about {}.",
+    "What is the history of {}?",
+    "How does one get started with {}?",
+    "Name two kinds of {} and say what each is good for.",
+    "Why do people like {}?",
+    "List the main parts or sides of {} and what each does.",
+    "Write a scene of a film that has to do with {}.",
+    "Write eight lines of verse on {}.",
+    "What should a beginner know about {}?",
+    "Describe {} to somebody who has never heard of it.",
+    "What is the difference between good and bad advice on {}?",
+    "Answer in three sentences: what makes {} interesting?",
 )
 
 _FORMS_PER_SUBJECT = 8
@@ -255,7 +294,7 @@ _HELD_OUT_COPY: tuple[tuple[str, str], ...] = (
 
 
 def training_prompts() -> list[Prompt]:
-    """All prompts for training, about 1,100, always in the same order: neighbours have different topics and forms."""
+    """All prompts for training, about 2,600, always in the same order: neighbours have different topics and forms."""
     asked = [
         Prompt(subject, _FORMS[(place * 7 + part * 11) % len(_FORMS)].format(subject))
         for part in range(_FORMS_PER_SUBJECT)

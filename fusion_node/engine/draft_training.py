@@ -28,6 +28,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from fusion_node.engine.device import multiplies_bf16
 from fusion_node.engine.draft_acceptance import (
     MEASURED_STEPS,
     Acceptance,
@@ -419,7 +420,7 @@ def chain_loss(
     """Cross-entropy of all chains against the target's probabilities; a step weighs ``decay`` of the one before."""
     device = head.log_scales.device
     loss = torch.zeros((), device=device)
-    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=device.type == "cuda"):
+    with torch.autocast(device.type, dtype=torch.bfloat16, enabled=multiplies_bf16(device)):
         hiddens = head.unroll(
             batch.features_BTkD, embedded_BTD.to(device), num_steps, noise_BTkD=noise_BTkD, first_seen_B=first_seen_B
         )

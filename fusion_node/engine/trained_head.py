@@ -102,14 +102,21 @@ class Mlp(torch.nn.Module):
         return out
 
 
+class Norm(torch.nn.RMSNorm):
+    """In float32, also where what comes was multiplied in a narrower type."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float())
+
+
 class DecoderLayer(torch.nn.Module):
     """A layer of the Llama family without its attention function."""
 
     def __init__(self, config: HeadConfig) -> None:
         super().__init__()
-        self.input_layernorm = torch.nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = Norm(config.hidden_size, eps=config.rms_norm_eps)
         self.self_attn = Attention(config)
-        self.post_attention_layernorm = torch.nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Norm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = Mlp(config)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import psutil
 import pytest
 import torch
@@ -12,6 +14,7 @@ from fusion_node.engine.device import (
     free_memory_bytes,
     limit_device_memory,
     memory_errors,
+    multiplies_bf16,
     process_memory_bytes,
     release_cached_memory,
 )
@@ -68,3 +71,14 @@ def test_uuid_of_a_gpu_is_the_drivers() -> None:
     pynvml = pytest.importorskip("pynvml")
     pynvml.nvmlInit()
     assert pynvml.nvmlDeviceGetHandleByUUID(device_uuid(torch.device("cuda", 0)))
+
+
+def test_narrow_products_are_taken_where_the_device_has_units_for_them() -> None:
+    assert multiplies_bf16(torch.device("cuda"))
+    assert not multiplies_bf16(torch.device("mps"))
+    cpuinfo = Path("/proc/cpuinfo")
+    if hasattr(torch.cpu, "get_capabilities") and cpuinfo.exists():
+        flags = next(
+            (line for line in cpuinfo.read_text(encoding="utf-8").splitlines() if line.startswith("flags")), ""
+        )
+        assert multiplies_bf16(torch.device("cpu")) == ("amx_bf16" in flags.split())
