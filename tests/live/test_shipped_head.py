@@ -20,9 +20,9 @@ def test_shipped_head_guesses_a_third_of_new_text(builtin_model: StoredModel, mo
     config = TrainedHead.load(folder).config
     assert config.feature_layers == (builtin_model.num_layers,), "it reads what the last stage returns anyway"
     found = novel.acceptance_of(folder, read_prompts(novel.PROMPTS)[:4], 24, "fp32")
-    # Measured: 0.36 and 0.68. A head of the closed form alone has 0.25.
-    assert found["first"][0] >= 0.33
-    assert found["first_8"][0] >= 0.62
+    # Measured: 0.45 and 0.71; of all sixteen prompts 0.375 and 0.715. A head of the closed form alone has 0.25.
+    assert found["first"][0] >= 0.4
+    assert found["first_8"][0] >= 0.66
 
 
 def test_no_head_is_shipped_for_a_model_of_another_id() -> None:
